@@ -2,14 +2,16 @@
 
     python benchmarks/dense_forwards.py RECORD... --compile                                  # first: every binary; no GPU
     python benchmarks/dense_forwards.py RECORD... --out dense_forwards.json [--seconds 300]  # resumes from the file
+    python benchmarks/dense_forwards.py RECORD... --wide --out dense_forwards_wide.json      # tiles of head dims above 128
     python benchmarks/dense_forwards.py --table dense_forwards.json                         # a file, as text
 
 RECORD: drawings of benchmarks/random_calls.py (benchmarks/calls/random_calls_6.json.gz). Of their forwards, those below BEHIND
 of a peer. Candidates are what serves; the row's config, and one config for each tile of few_tiles.PACES, "lazy" and, of LONG
 keys, "never"; the estimated best tiles of several heads, of each size; the estimated best split of keys where queries are few,
-and the Hopper one where tiles are. Each result is compared with float32 arithmetic; a wrong one is not timed, and said. Each
-candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in microseconds a call, and what was
-recorded. Needs a GPU of compute capability 9.0.
+and the Hopper one where tiles are. With --wide: of calls with V in parts above 128, 128 x 64 tiles with and without turns and
+Q in registers, and with a third stage where O has room of its own, which the search space leaves out. Each result is compared
+with float32 arithmetic; a wrong one is not timed, and said. Each candidate is a CUDA graph; replays are interleaved; the file
+holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import gzip
 import json
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,7 @@ from fa2tune.fleet.precompile import BinaryJob
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
 from fa2tune.search_spaces.sm90.fwd import of_tiles
-from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.problem import Config, Problem, head_dim_parts
 from fa2tune.spec.score import NONE
 
 BEHIND = 1.0
@@ -52,7 +55,14 @@ NAMED = ("BLOCK_M", "BLOCK_N", "Q_STAGES", "STAGES", "RESCALE", "IN_PARTS", "HEA
 YES_NO = {"PINGPONG": "in turn", "Q_IN_REGISTERS": "Q kept", "NUMBERED": "numbered"}
 
 
-def calls(records: tuple[Path, ...], every: int | None) -> dict[str, tuple[Problem, Mapping[str, float]]]:
+def is_wide(problem: Problem) -> bool:
+    """Whether O takes two parts of a tile, the first of 128 columns."""
+    return problem.head_dim_v > 128 and head_dim_parts(problem.head_dim_v)[1] > 0
+
+
+def calls(
+    records: tuple[Path, ...], every: int | None, wide: bool = False
+) -> dict[str, tuple[Problem, Mapping[str, float]]]:
     """Name -> (call, recorded microseconds), of the forwards behind a peer, or of every so many-th."""
     found = {}
     for path in records:
@@ -61,7 +71,7 @@ def calls(records: tuple[Path, ...], every: int | None) -> dict[str, tuple[Probl
         for place, (name, call) in enumerate(pair for run in runs for pair in run["calls"].items()):
             run = call.get("fwd", {})
             taken = run.get("ratio", 1.0) < BEHIND if every is None else place % every == 0
-            if "us" in run and taken:
+            if "us" in run and taken and (is_wide(posed(call)) or not wide):
                 found[f"{path.name.split('.')[0].removeprefix('random_calls')} {place} {name}"] = posed(call), run["us"]
     return found
 
@@ -73,8 +83,24 @@ def label(config: Config) -> str:
     return " ".join(said + [word for name, word in YES_NO.items() if config.get(name)])
 
 
-def candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
+def wide_candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
+    """As ``candidates``, with --wide."""
+    row = choosing.choose(problem, "fwd", gpu, True).config
+    usual = {**of_tiles(problem.specialization, 128, 64, 0), "HEADS_PER_WAVE": row["HEADS_PER_WAVE"]}
+    made = [
+        row,
+        *({**usual, "PINGPONG": turns, "Q_IN_REGISTERS": kept} for turns, kept in product((True, False), repeat=2)),
+    ]
+    third = {**usual, "STAGES": 3, "O_THROUGH": "q"}
+    if usual["STAGES"] == 2 and problem.head_dim == problem.head_dim_v:  # O has the shape of Q
+        made += [third, {**third, "PINGPONG": False}, {**third, "PINGPONG": False, "Q_IN_REGISTERS": False}]
+    return {label(one): one for one in made}
+
+
+def candidates(problem: Problem, gpu: Gpu, wide: bool = False) -> dict[str, Config]:
     """Name -> config; the first is the row's."""
+    if wide:
+        return wide_candidates(problem, gpu)
     spec, space = problem.specialization, variant_named("sm90/fwd").space
     row = choosing.choose(problem, "fwd", gpu, True)
     made = [row.config, *(of_tiles(spec, *form) for form in few_tiles.PACES)]
@@ -92,9 +118,9 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     return {label(one): one for one in made}
 
 
-def launched(problem: Problem, gpu: Gpu) -> Iterator[BinaryJob]:
+def launched(problem: Problem, gpu: Gpu, wide: bool) -> Iterator[BinaryJob]:
     """The binaries of the candidates."""
-    for config in candidates(problem, gpu).values():
+    for config in candidates(problem, gpu, wide).values():
         if few_queries.in_place(config):
             kernels = [(v, c, its.specialization) for v, c, its in key_splits.kernels(problem, config, gpu.arch)]
         else:
@@ -105,7 +131,7 @@ def launched(problem: Problem, gpu: Gpu) -> Iterator[BinaryJob]:
             yield variant, spec, tuple(sorted(compiler.binary_config(variant, one).items()))
 
 
-def measured(problem: Problem, gpu: Gpu) -> tuple[dict[str, float], dict[str, str]]:
+def measured(problem: Problem, gpu: Gpu, wide: bool) -> tuple[dict[str, float], dict[str, str]]:
     """Candidate -> microseconds, what serves is the first; and candidate -> what is wrong with it."""
     q, k, v = (
         torch.randn(problem.batch, length, heads, dim, device="cuda", dtype=torch.bfloat16)
@@ -123,7 +149,7 @@ def measured(problem: Problem, gpu: Gpu) -> tuple[dict[str, float], dict[str, st
     scale = problem.head_dim**-0.5
     ours = passes.describe(q, k, v, problem.mask, scale)
     plans: dict[str, Any] = {"served": partial(dispatch.forward, mask=problem.mask, softmax_scale=scale, score=NONE)}
-    for name, config in candidates(ours, gpu).items():
+    for name, config in candidates(ours, gpu, wide).items():
         kind = key_splits.SplitPlan if few_queries.in_place(config) else passes.ForwardPlan
         with contextlib.suppress(compiler.CompileError):
             plans[name] = kind(ours, q, k, v, scale, config)
@@ -150,6 +176,7 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.argument("records", nargs=-1, type=click.Path(exists=True, path_type=Path))
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
 @click.option("--every", type=int, help="Every so many-th call, behind a peer or not.")
+@click.option("--wide", is_flag=True, help="Only calls of head dims in parts above 128, in forms of 128 x 64 tiles.")
 @click.option(
     "--compile", "compiled", is_flag=True, help="Compile what would be timed on an H200, on all cores; no GPU."
 )
@@ -157,25 +184,27 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
-def main(records: tuple[Path, ...], listed: bool, every: int | None, compiled: bool, share: slice, seconds: float,
-         out: Path | None, shown: Path | None) -> None:  # fmt: skip
+def main(records: tuple[Path, ...], listed: bool, every: int | None, wide: bool, compiled: bool, share: slice,
+         seconds: float, out: Path | None, shown: Path | None) -> None:  # fmt: skip
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
-    wanted = dict(list(calls(records, every).items())[share])
+    wanted = dict(list(calls(records, every, wide).items())[share])
     if listed:
         for name, (problem, _) in wanted.items():
-            click.echo(f"{name}: {workloads.described(problem)}: {'; '.join(candidates(problem, gpus.named('h200')))}")
+            click.echo(
+                f"{name}: {workloads.described(problem)}: {'; '.join(candidates(problem, gpus.named('h200'), wide))}"
+            )
         return
     if compiled:
         gpu = gpus.named("h200")
-        ahead.compile_all((job for problem, _ in wanted.values() for job in launched(problem, gpu)), gpu)
+        ahead.compile_all((job for problem, _ in wanted.values() for job in launched(problem, gpu, wide)), gpu)
         return
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
 
     def one(pair: tuple[Problem, Mapping[str, float]]) -> dict[str, Any]:
         problem, us = pair
-        times, wrong = measured(problem, dispatch.gpu_of(0))
+        times, wrong = measured(problem, dispatch.gpu_of(0), wide)
         return {"call": workloads.described(problem), "us": times, "wrong": wrong, "when drawn": us}
 
     side_by_side.fill(record, wanted, one, seconds, out, line)
