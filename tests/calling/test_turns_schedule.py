@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 
 from fa2tune import gpus
-from fa2tune.calling import choosing
+from fa2tune.calling import choosing, serving
 from fa2tune.calling.schedules import turns_schedule
+from fa2tune.fleet import precompile
+from fa2tune.launching import passes
 from fa2tune.rows import lookup
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
-from fa2tune.spec.problem import FUSED, SPLIT, Problem
+from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, Problem
 
 H200 = gpus.named("h200")
 #: Where no row is stale.
@@ -99,3 +101,34 @@ def test_l2_holds_the_rows_of_a_band(problem: Problem, columns: int, heads: int)
     assert turns_schedule.band(problem, columns, H200) == heads
     held = heads * problem.group * problem.seqlen_q * 8 * columns
     assert heads in (1, turns_schedule.MOST_HEADS) or 0.3 < held / H200.l2_bytes <= 0.7
+
+
+def test_explain_claims_no_speed_of_the_row() -> None:
+    """It was timed in another form."""
+    problem = posed(4096, 128)
+    found = {one.kernel: one for one in serving.explain_problem(problem, H200, (BACKWARD,), True).kernels}
+    assert list(found) == [BACKWARD, "bwd_fused"]
+    for one in found.values():
+        assert one.estimated and one.row is not None and one.row.gain is not None
+        assert "dQ summed in a fixed order" in str(one) and "x portable default" not in str(one)
+    free = serving.explain_problem(problem, H200, (BACKWARD,), False).kernels
+    assert all("fixed order" not in str(one) for one in free) and "x portable default" in str(free[0])
+    chooser = choosing.Chooser(problem, H200, node=NODE)
+    assert choosing.choose_backward(chooser, True)[1]["bwd_fused"].lead is None
+
+
+@pytest.mark.parametrize("deterministic_in_order", [True, False], ids=["turns", "split"])
+def test_precompiled_are_both_strategies(monkeypatch: pytest.MonkeyPatch, deterministic_in_order: bool) -> None:
+    """Whatever the number of tiles of the problem that stands for all calls of a key: which one serves depends on it."""
+    monkeypatch.setattr(turns_schedule, "LEAST_ROUNDS", 0 if deterministic_in_order else 1 << 20)
+    problem = posed(4096, 128)
+    listed = {
+        (variant.name, bool(config.get("IN_ORDER")))
+        for kernel, choice in precompile._choices(problem, H200, choosing.layers(), NODE)
+        for variant, config in [
+            *passes.runs(kernel, problem.specialization, choice, 90),
+            *(one[:2] for one in precompile._by_shape(kernel, problem, choice, 90)),
+        ]
+    }
+    assert {("sm90/bwd_fused", False), ("sm90/bwd_fused", True), ("sm90/bwd_prepare", True)} <= listed
+    assert {("sm90/bwd_dq", False), ("sm90/bwd_dkdv", False)} <= listed

@@ -46,30 +46,38 @@ def band(problem: Problem, columns: int, gpu: Gpu) -> int:
 
 def config_of(problem: Problem, config: Config, gpu: Gpu) -> Config:
     """A row's config in that form."""
-    columns = bwd_fused.columns(problem.specialization, config)
-    wide = columns > 64
+    return {**_in_order(problem, config), "HEADS_PER_WAVE": band(problem, _columns(problem, config), gpu)}
+
+
+def _columns(problem: Problem, config: Config) -> int:
+    return bwd_fused.columns(problem.specialization, config)
+
+
+def _in_order(problem: Problem, config: Config) -> Config:
+    """In bands as the config has them, which is no matter of the binary."""
+    wide = _columns(problem, config) > 64
     loop = {"BLOCK_M": 64 if wide else 128, "num_warps": 8 if wide else 4, "EXPONENTIALS_FIRST": False, "STAGES": 2}
-    order = {"IN_ORDER": ORDER, "HEADS_PER_WAVE": band(problem, columns, gpu)}
-    return {**config, **loop, **bwd_fused.TURNS, **order}
+    return {**config, **loop, **bwd_fused.TURNS, "IN_ORDER": ORDER}
 
 
-def form(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
-    """The form of ``free``, the choice of the fused kernel that serves other calls, that may serve deterministic ones; None:
-    there is none. Head dims in parts, and those of 32 columns, have none. Of a mask bounded on the left the first blocks of a
-    tile would wait for the last ones of many tiles."""
+def forms(problem: Problem, free: Choice, arch: int) -> list[Config]:
+    """In which form the fused kernel may serve deterministic calls, whatever their batch and heads; ``free``: its choice for
+    others. Head dims in parts, and those of 32 columns, have none. Of a mask bounded on the left the first blocks of a tile
+    would wait for the last ones of many tiles."""
+    if not covers(free.variant) or _columns(problem, free.config) not in SERVES:
+        return []
     if problem.is_empty or problem.extent.ragged or mask_named(problem.mask.name).left:
-        return None
+        return []
     if any(free.config.get(name) for name in ("IN_PARTS", "V_APART", "NARROW")):
-        return None
-    if bwd_fused.columns(problem.specialization, free.config) not in SERVES:
-        return None
-    config = config_of(problem, free.config, gpu)
-    if bwd_fused.SPACE.broken(config, problem.specialization, gpu.arch):
-        return None
-    return replace(free.of_row, config=config)  # nothing to fall back to: all other forms sum in no order
+        return []
+    config = _in_order(problem, free.config)
+    return [] if bwd_fused.SPACE.broken(config, problem.specialization, arch) else [config]
 
 
 def instead_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
     """What serves a deterministic call in place of ``free``; None: the split kernels do."""
     tiles = -(-problem.seqlen_k // (bwd_fused.GROUPS * bwd_fused.KEYS)) * problem.batch * problem.heads_kv
-    return form(problem, free, gpu) if tiles >= LEAST_ROUNDS * gpu.sm_count else None
+    if tiles < LEAST_ROUNDS * gpu.sm_count or not forms(problem, free, gpu.arch):
+        return None
+    config = config_of(problem, free.config, gpu)
+    return replace(free.of_row, config=config)  # nothing to fall back to: all other forms sum in no order
