@@ -357,10 +357,9 @@ SPACE = SearchSpace(
             ),
         ),
         Constraint(
-            "early_start_is_of_dense_calls",
-            "overlapped kernels wait for flags, not for each other's end; and a packed tile's place comes from the counter, so "
-            "nothing of it can be loaded before the kernel before has ended",
-            lambda config, spec, arch: not config["EARLY_START"] or (not config["BESIDE"] and not spec.ragged),
+            "early_start_waits_for_ends",
+            "overlapped kernels wait for flags, not for each other's end",
+            lambda config, spec, arch: not config["EARLY_START"] or not config["BESIDE"],
         ),
         Constraint(
             "turns_follow_the_counter",

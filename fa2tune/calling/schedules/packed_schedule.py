@@ -60,6 +60,9 @@ BAND_MARGIN, NEAR_BAND_MARGIN = 0.15, 0.04
 #: Queries a sequence has on average, or keys that a query sees, below which the backward runs alone on the GPU: what would run
 #: overlapped takes a share of the multiprocessors that such sequences do not give back (docs/experiments/varlen.md).
 SHORT, FEW_KEYS = 1024, 512
+#: Whether backwards of up to ``fused_schedule.EARLY_START_US`` have each kernel started early, as dense calls have: not timed
+#: yet (docs/experiments/few-heads-packed.md).
+EARLY_START = False
 #: Share of the GPU's memory that float32 sums of dQ may take where most of their rows are padding.
 MOST_MEMORY = 1 / 32
 
@@ -85,7 +88,10 @@ def forms(problem: Problem, choice: Choice) -> list[Config]:
         return []
     if choice.variant.space is fwd.SPACE and problem.mask.measured and choice.row is not None:
         return [{**choice.config, "RESCALE": how} for how in ("lazy", choice.row.config["RESCALE"])]
-    return [apart(choice.config)] if covers_backward(choice.variant) and choice.config["BESIDE"] else []
+    if not covers_backward(choice.variant):
+        return []
+    found = [apart(choice.config)] if choice.config["BESIDE"] else []
+    return [*found, fused_schedule.started_early(apart(choice.config))] if EARLY_START else found
 
 
 # ---- the forward
@@ -242,7 +248,19 @@ def _in_use(problem: Problem, heads: int, parts: int) -> int:
 
 
 def of_backward(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choice:
-    """The fused Hopper backward for this call: as ``choice`` has it, or with the kernel alone on the GPU, or in wider bands."""
+    """The fused Hopper backward for this call: as ``choice`` has it, or with the kernel alone on the GPU, or in wider bands; a
+    short one with each kernel started early."""
+    found = _in_bands(problem, kernel, choice, gpu)
+    if not EARLY_START or found.config["BESIDE"] or problem.is_empty:
+        return found
+    early = replace(found, config=fused_schedule.started_early(found.config), otherwise=found.otherwise or found.config)
+    parts = group_parts_schedule.parts_of(problem, kernel, early, gpu)
+    short = fused_schedule.predicted_us(problem, early.config, gpu, parts) <= fused_schedule.EARLY_START_US
+    return early if short else found
+
+
+def _in_bands(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choice:
+    """As ``choice`` has it, or alone, or in wider bands."""
     if choice.config["BESIDE"] and alone(problem, choice.config):
         choice = replace(choice, config=apart(choice.config), otherwise=choice.config)
     if (problem.mask == FULL and problem.extent.given == 1) or problem.is_empty:  # all tiles are alike
