@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -329,3 +330,47 @@ def test_the_least_tile_is_for_few_rows():
     for queries, least in ((32, 16), (33, 32)):
         asked = replace(DECODING, seqlen_q=queries)
         assert min(config["BLOCK_M"] for config in key_splits_schedule.candidates(asked, 90)) == least
+
+
+def alone():
+    """(problem, config of one part, its microseconds, the fewest of what serves otherwise) of the calls in records of
+    benchmarks/dense_forwards.py where each program of the portable kernel had a multiprocessor of its own."""
+    found = {}
+    for name in ("dense_forwards_behind", "dense_forwards"):
+        for call in json.loads(gzip.decompress((ROOT / f"benchmarks/calls/{name}.json.gz").read_bytes()))[
+            "calls"
+        ].values():
+            numbers = re.fullmatch(
+                r"(\d+) x (\d+)/(\d+) heads, (\d+) queries, (\d+) keys, head dim (\d+), (\w+)", call["call"]
+            )
+            for label, us in call["us"].items():
+                if numbers is None or not (tile := re.fullmatch(r"M(16|32) N\d+ desc w\d s\d x1", label)):
+                    continue
+                *sizes, dim = map(int, numbers.groups()[:-1])
+                problem = Problem("bf16", *sizes, dim, dim, Mask(numbers[7]))
+                config = fwd_split.config_of(problem.specialization, 90, True, int(tile[1]), 1)
+                others = min(other for name, other in call["us"].items() if name != label)
+                if fwd_split.programs(problem, config) <= H200.sm_count:
+                    found[problem] = config, us, others
+    return found
+
+
+def test_programs_alone_on_their_multiprocessors_are_taken_where_they_were_faster():
+    found = alone()
+    assert len(found) == 4
+    for problem, (config, us, others) in found.items():
+        assert abs(math.log(key_splits_schedule.split_us(problem, config, H200) / us)) < 0.08, problem
+        assert (split_of(problem) == config) == (us < others), problem
+
+
+def test_programs_that_share_multiprocessors_are_not_estimated_as_alone(monkeypatch):
+    def estimates(heads):
+        asked = replace(DECODING, heads_q=heads, heads_kv=heads, seqlen_q=64, seqlen_k=64)
+        config = fwd_split.config_of(asked.specialization, 90, True, 32, 1)
+        found = key_splits_schedule.split_us(asked, config, H200)
+        monkeypatch.setattr(key_splits_schedule, "ALONE_US", 0.0)
+        without = key_splits_schedule.split_us(asked, config, H200)
+        monkeypatch.undo()
+        return without - found
+
+    assert estimates(66) == pytest.approx(1.0) and estimates(67) == 0

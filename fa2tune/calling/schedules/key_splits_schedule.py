@@ -67,6 +67,10 @@ TUNED_PACES = Pace(0.73, 70e3, 0.57, 3.2, 0.1), Pace(0.5, 46e3, 0.57, 3.2, 0.1)
 #: Splitting must be predicted to be faster by this share, as the other configs were measured. Of predictions this near to the
 #: least the one of the fewest parts is taken.
 MARGIN, AS_NEAR = 0.15, 0.01
+#: The portable kernel with keys in one part, up to so many rows a tile, where each program has a multiprocessor of its own:
+#: microseconds less, as O leaves once and nothing else loads; and its share, in place of MARGIN. Fitted to five such calls of
+#: random_calls.json.gz, and held to four of dense_forwards_behind.json.gz and dense_forwards.json.gz, which are within 8 %.
+ALONE_ROWS, ALONE_US, ALONE_MARGIN = 32, 1.0, 0.08
 #: The same of the warp-specialised kernel that splits keys, against whatever would serve otherwise: its four measured calls are
 #: estimated within 4 %.
 HOPPER_MARGIN = 0.08
@@ -168,9 +172,15 @@ def split_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     blocks = -(-_blocks(problem, rows_of_group, keys, programs <= gpu.sm_count * held) // splits)
     time = LAUNCH_US + _busy_us(problem, TileWork(programs, blocks, rows, keys, held, sharing, columns, pace), gpu)
     if splits == 1:
-        return time
+        return time - ALONE_US if _is_alone(problem, config, gpu) else time
     summed = 4 * splits * problem.batch * problem.heads_q * problem.seqlen_q * (problem.head_dim_v + 2)
     return time + pace.combine_us + 2 * summed / (gpu.hbm_gbs * 1e3)
+
+
+def _is_alone(problem: Problem, config: Config, gpu: Gpu) -> bool:
+    """Whether programs of the portable kernel are as ALONE_US has it."""
+    few = config["SPLITS"] == 1 and config["BLOCK_M"] <= ALONE_ROWS
+    return few and fwd_split.programs(problem, config) <= gpu.sm_count
 
 
 def _is_hopper(config: Config) -> bool:
@@ -261,7 +271,7 @@ def config_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = None
     otherwise, split = ordinary_us(problem, config, gpu, row), None
     if few:
         time, found = best(problem, gpu)
-        if time < (1 - MARGIN) * otherwise:
+        if time < (1 - (ALONE_MARGIN if _is_alone(problem, found, gpu) else MARGIN)) * otherwise:
             otherwise, split = time, found
     if few_and_alike and (other := hopper_best(problem, gpu)) and other[0] < (1 - HOPPER_MARGIN) * otherwise:
         split = other[1]
