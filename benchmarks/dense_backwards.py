@@ -103,6 +103,11 @@ STORED_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     "256, 2048": (Problem("bf16", 8, 8, 8, 2048, 2048, 256, 256, FULL), {}),
     "256, 8192, causal": (Problem("bf16", 2, 8, 8, 8192, 8192, 256, 256, CAUSAL), {}),
     "192 / 128": (Problem("bf16", 2, 16, 16, 4096, 4096, 192, 128, CAUSAL), {}),
+    "152, in slices": (Problem("bf16", 15, 1, 1, 17177, 17177, 152, 152, CAUSAL), {"fa2tune": 9317.8, "fa4": 7523.2}),
+    "152 / 120, in slices": (Problem("bf16", 4, 6, 6, 5340, 5340, 152, 120, FULL), {"fa2tune": 2805.4, "fa4": 2314.8}),
+    "184, in slices": (Problem("bf16", 9, 13, 13, 4477, 4477, 184, 184, CAUSAL), {}),
+    "200 grouped, in slices": (Problem("bf16", 2, 75, 5, 2620, 2620, 200, 200, CAUSAL), {}),
+    "168 grouped, in slices": (Problem("bf16", 8, 70, 7, 1262, 1262, 168, 168, FULL), {}),
 }
 TURN_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     f"{dim} {mask}, {length}": (Problem("bf16", 16384 // length, 2048 // dim, 2048 // dim, length, length, dim, dim, mask), {})
@@ -112,8 +117,18 @@ TURN_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     "one head": (Problem("bf16", 1, 1, 1, 16384, 16384, 128, 128, CAUSAL), {}),
     "eight heads": (Problem("bf16", 1, 8, 8, 4096, 4096, 64, 64, CAUSAL), {}),
     "odd lengths": (Problem("bf16", 5, 12, 12, 3001, 2049, 128, 128, CAUSAL), {}),
+    "64 grouped": (Problem("bf16", 4, 32, 8, 4096, 4096, 64, 64, CAUSAL), {}),
+    "64, 16384": (Problem("bf16", 1, 16, 16, 16384, 16384, 64, 64, CAUSAL), {}),
+    "32": (Problem("bf16", 4, 32, 32, 4096, 4096, 32, 32, CAUSAL), {}),
+    "40": (Problem("bf16", 4, 32, 32, 4096, 4096, 40, 40, FULL), {}),
+    "56": (Problem("bf16", 6, 20, 20, 3001, 3001, 56, 56, CAUSAL), {}),
+    "96": (Problem("bf16", 4, 16, 16, 4096, 4096, 96, 96, CAUSAL), {}),
+    "104": (Problem("bf16", 4, 16, 16, 4096, 4096, 104, 104, FULL), {}),
+    "120": (Problem("bf16", 8, 16, 16, 2048, 2048, 120, 120, CAUSAL), {}),
 }  # fmt: skip
 BURST_MS = 4.0
+#: Of a call, with turns.
+MOST_FORMS = 7
 
 #: Kernel -> its choice and the parts of its groups.
 Candidate = Mapping[str, tuple[Choice, int]]
@@ -287,23 +302,37 @@ def apart_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
 
 
 def stored_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
-    """dS in memory, and the split kernels. Also with the other number of groups behind it, and in slices."""
+    """dS in memory, and the split kernels. Also with the other number of groups behind it, twice as many slices, those of other
+    shares of the memory, other bands of heads, and as many tiles under way as fit."""
     found, kernel = {"served": served(problem, gpu), "split": split(problem, gpu)}, variant_named(stored_ds.KERNEL)
     config = bwd_dkdv_ds.of_row(problem, chosen(problem, gpu)[SPLIT_KERNEL][0].of_row.config)
-    config["SLICES"] = max(1, stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * stored_ds_schedule.MOST_MEMORY)))
+
+    def slices(share: float) -> int:
+        return max(1, stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * share)))
+
+    config["SLICES"] = slices(stored_ds_schedule.MOST_MEMORY)
     changes: dict[str, dict[str, Any]] = {
         "dS in memory": {}, "other groups": {"DQ_GROUPS": 5 - config["DQ_GROUPS"]}, "slices": {"SLICES": 2 * config["SLICES"]},
+        **{f"1 / {part} of the memory": {"SLICES": slices(1 / part)} for part in (128, 64, 32, 8)},
+        "other bands": {"HEADS_PER_WAVE": 3 - min(config["HEADS_PER_WAVE"], 2)},
+        "two of P": {"P_STAGES": 2}, "four stages": {"STAGES": 4, "P_STAGES": 1},
     }  # fmt: skip
     for name, change in changes.items():
         changed = {**config, **change}
         able = kernel.space.broken(changed, problem.specialization, gpu.arch) is None
-        if able and len(stored_ds.slices(problem, changed["SLICES"])) >= changed["SLICES"]:
-            found[name] = {FUSED_KERNEL: (Choice(kernel, changed), 1)}, ""
+        one = {FUSED_KERNEL: (Choice(kernel, changed), 1)}, ""
+        if (
+            able
+            and len(stored_ds.slices(problem, changed["SLICES"])) >= changed["SLICES"]
+            and (name == "dS in memory" or one not in found.values())
+        ):
+            found[name] = one
     return found
 
 
 def turn_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
-    """Key tiles that add to dQ in turns, next to split kernels that serve deterministic calls."""
+    """Key tiles that add to dQ in turns, in bands as chosen and of half and twice as many heads, next to split kernels that
+    serve deterministic calls, and to the same form without an order."""
     found = {"served": served(problem, gpu)}
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), True, in_order=False)
     found["split"] = (
@@ -311,10 +340,18 @@ def turn_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
         "",
     )
     own = found["served"][0][FUSED_KERNEL][0]
-    base = turns_schedule.config_of(problem, own.config)
-    for name, change in {"turns": {}, "bands of 8": {"HEADS_PER_WAVE": 8}, "four warps": {"num_warps": 4}}.items():
+    plain = {**own.config, "NARROW": False}  # a form of 32 columns there is none
+    base = turns_schedule.config_of(problem, plain, gpu)
+    most = min(turns_schedule.MOST_HEADS, problem.batch * problem.heads_kv)
+    heads = min(base["HEADS_PER_WAVE"], most)
+    changes: dict[str, dict[str, Any]] = {
+        "behind": {}, "early": {"IN_ORDER": bwd_fused.EARLY}, "late": {"IN_ORDER": bwd_fused.LATE},
+    }  # fmt: skip
+    changes |= {f"bands of {n}": {"HEADS_PER_WAVE": n} for n in (heads // 2, heads * 2) if 1 <= n <= most}
+    changes["no order"] = {"IN_ORDER": False}
+    for name, change in changes.items():
         one = _fused_form(problem, own, gpu, **{**base, **change})
-        if one is not None and one not in found.values():
+        if one is not None and len(found) < MOST_FORMS:
             found[name] = one
     return found
 
@@ -463,12 +500,13 @@ def line(name: str, call: Mapping[str, Any]) -> str:
     "--drawing", type=click.Path(exists=True, path_type=Path), help="Of this record of one drawing (.json.gz)."
 )
 @click.option("--only", multiple=True, help="The call of this name (a 6), and no others.")
+@side_by_side.share_option
 @click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
 @marked.page_option
 def main(listed: bool, predicted: bool, keys: bool, forms: str | None, drawing: Path | None, only: tuple[str, ...],
-         seconds: float, out: Path | None, shown: Path | None, page: Path | None) -> None:  # fmt: skip
+         share: slice, seconds: float, out: Path | None, shown: Path | None, page: Path | None) -> None:  # fmt: skip
     if shown is not None and keys:
         marked.publish(
             page, "keys", "dense_backwards", key_table(json.loads(shown.read_text("utf-8")), gpus.named("h200"))
@@ -489,7 +527,8 @@ def main(listed: bool, predicted: bool, keys: bool, forms: str | None, drawing: 
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
     asked = {name: (problem, {"us": us}) for name, (problem, us) in (given or {}).items()}
     asked = asked or todo(dispatch.gpu_of(0), drawing)
-    asked = {name: one for name, one in asked.items() if not only or " ".join(name.split()[:2]) in only}
+    asked = dict(list(asked.items())[share])
+    asked = {name: one for name, one in asked.items() if not only or {name, " ".join(name.split()[:2])} & {*only}}
 
     def one(pair: tuple[Problem, dict[str, Any]]) -> dict[str, Any]:
         return {"us": measured(pair[0], raced), "when drawn": pair[1]["us"]}

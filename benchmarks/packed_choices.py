@@ -7,6 +7,8 @@
     python benchmarks/packed_choices.py --drawing 3 --out benchmarks/calls/packed_choices_3.json
     python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 4                # tiles of forwards, of all drawings
     python benchmarks/packed_choices.py --drawing 4 --out benchmarks/calls/packed_choices_4.json
+    python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 5 --pass bwd     # backwards behind the fastest peer
+    python benchmarks/packed_choices.py --drawing 5 --pass bwd --out benchmarks/calls/packed_choices_5.json
     python benchmarks/packed_choices.py --list                                         # what would be timed; no GPU
 
 The calls: those of a drawing, benchmarks/calls/random_packings.json, random_packings_2.json or _3, that CALLS names by their
@@ -17,7 +19,9 @@ the second, forward alone: windows, sequences of one length, short and few ones,
 several heads, and with the chosen bands of heads. What they are expected to take: packed_tiles.py --ahead. Forward: the row's
 config as packed calls had it before (``packed_schedule``), the other forms, and the choice. Backward, of the first drawing: the
 row's config with groups in 1, 2, 4 and 8 parts, heads in its own bands and in one, with the prologue or the epilogue apart, and
-the choice; of the second: the choice and what differs from it in one respect (``beside_choice``). Each result is compared with
+the choice; of the second: the choice and what differs from it in one respect (``beside_choice``). 5 is BEHIND, backward alone:
+drawn calls of the third and fourth drawing that were behind the fastest peer, in other bands of heads, in the loops of the rows
+of other lengths, and with each kernel started early (``behind_peers``). Each result is compared with
 float32 arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each candidate is a CUDA graph; replays are
 interleaved; the file holds medians of seven bursts in microseconds a call, and what the peers took when the calls were drawn.
 Needs a GPU of compute capability 9.0.
@@ -106,6 +110,14 @@ TILES = {
     3: (13, 21, 18, 63, 39, 30, 64, 3, 37, 48, 32, 26, 57, 52, 55),
     4: (2, 76, 6, 38, 42, 32, 80, 48, 46, 50, 58, 20, 92, 44, 94, 78, 72),
 }
+BEHIND_PEERS = 5  #: that means BEHIND
+#: Drawing -> calls, the ones first that differ most: large; small, of one round of tiles; then the others.
+BEHIND = {3: (41, 4, 35, 49, 39, 21, 50), 4: (22, 74, 50, 58, 28, 60, 18, 46, 62, 92)}
+MOST_FORMS = 8  #: of a call of BEHIND
+#: What makes the loop of a backward, by which rows of other lengths differ.
+LOOP = ("BLOCK_M", "REDUCE", "ORDER", "EXPONENTIALS_FIRST", "num_warps")
+#: Microseconds of a call when drawn, from which rows prepared and dQ finished overlapped are timed, too.
+LARGE_US = 300.0
 LONG = 1024  #: keys a sequence has on average, from which TILES have 192 x 64, too, which no packed call is offered
 MOST_PARTS = 8
 ONE_BAND = 32
@@ -125,7 +137,8 @@ def masks(said: str) -> Mask:
 def packings(drawing: int = 1) -> dict[str, tuple[Packing, Mapping[str, Any]]]:
     """Name -> (packing, what was recorded when it was drawn)."""
     found: dict[str, tuple[Packing, Mapping[str, Any]]] = {}
-    for which, calls in TILES.items() if drawing == ALL_TILES else [(drawing, CALLS[drawing])]:
+    several = {ALL_TILES: TILES, BEHIND_PEERS: BEHIND}
+    for which, calls in several.get(drawing, {drawing: CALLS.get(drawing, ())}).items():
         drawn = json.loads(DRAWINGS[which].read_text("utf-8"))["calls"]
         for name in sorted(drawn, key=lambda one: calls.index(n) if (n := int(one.split()[0])) in calls else -1):
             if int(name.split()[0]) in calls:
@@ -272,6 +285,43 @@ def beside_choice(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]
     yield "chosen", chosen, parts
 
 
+def behind_peers(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
+    """The choice; with each kernel started early; in other bands of heads; in the loops of the rows of other lengths; in half
+    blocks; with rows prepared and dQ finished overlapped, and what of these a long call gains."""
+    problem = chooser.problem
+    strategy, kinds = chooser.strategy(False)
+    if strategy != FUSED:
+        return
+    chosen = chooser.choose(KERNEL, kinds.get(KERNEL))
+    config, spec = chosen.config, problem.specialization
+    parts = group_parts_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
+    others: dict[str, dict[str, Any]] = {"chosen": {**config}}
+    if not config["BESIDE"]:
+        early = config.get("EARLY_START", False)
+        others["one after the other" if early else "started early"] = {**config, "EARLY_START": not early}
+    heads_kv = problem.heads_kv * parts
+    for heads in (ONE_BAND, 4, 8, 1):
+        if any(min(heads, heads_kv) == min(one["HEADS_PER_WAVE"], heads_kv) for one in others.values()):
+            continue
+        others[f"{heads} heads a band"] = {**config, "HEADS_PER_WAVE": heads}
+    loops = {tuple(config[name] for name in LOOP)}
+    for other in chooser.among(KERNEL):
+        loop = tuple(other.config[name] for name in LOOP)
+        if loop not in loops:
+            loops.add(loop)
+            assert other.row is not None
+            others[f"loop of {other.row.key.bucket}"] = {**config, **dict(zip(LOOP, loop, strict=True))}
+    if bwd_fused.columns(spec, config) <= 64 and config["BLOCK_M"] == 128:
+        others["half blocks"] = fused_schedule.halves(config)
+    if config["BESIDE"]:
+        others["apart"] = fused_schedule.apart(config)
+    elif fused_schedule.predicted_us(problem, config, chooser.gpu, parts) >= LARGE_US:
+        others["overlapped"] = {**config, "BESIDE": True, "FINISH_BESIDE": config["REDUCE"] == "vector"}
+    able = {name: one for name, one in others.items() if bwd_fused.SPACE.broken(one, spec, chooser.gpu.arch) is None}
+    for name in list(able)[:MOST_FORMS]:
+        yield name, replace(chosen, config=able[name]), parts
+
+
 def candidates(problem: Problem, gpu: gpus.Gpu, drawing: int = 1, only: str = "") -> dict[str, Candidates]:
     """By pass. ``only``: of this one; of the other the choice alone."""
     chooser = choosing.Chooser(problem, gpu)
@@ -279,6 +329,8 @@ def candidates(problem: Problem, gpu: gpus.Gpu, drawing: int = 1, only: str = ""
         return {"fwd": _distinct(several_heads(chooser)), "bwd": {}}
     if drawing == ALL_TILES:
         return {"fwd": _distinct(tiles(chooser)), "bwd": {}}
+    if drawing == BEHIND_PEERS:
+        return {"fwd": {"chosen": (chooser.choose("fwd"), 1)}, "bwd": _distinct(behind_peers(chooser))}
     back = backwards if drawing == 1 else beside_choice
     found = {"fwd": _distinct(forwards(chooser)), "bwd": _distinct(back(chooser))}
     if only == "bwd":
@@ -332,7 +384,7 @@ def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
-@click.option("--drawing", type=click.IntRange(1, 4), default=1, show_default=True)
+@click.option("--drawing", type=click.IntRange(1, 5), default=1, show_default=True)
 @click.option("--pass", "pass_", type=click.Choice(["fwd", "bwd"]), help="Of this pass alone.  [default: both]")
 @click.option("--seconds", type=float, default=math.inf, help="Begins no call after so long.")
 @click.option("--only", type=int, multiple=True, help="The drawn call of this number, and no others.")

@@ -4,17 +4,19 @@
     python benchmarks/packed_tiles.py --fit      # constants of packed_schedule, from all records but the one held out
     python benchmarks/packed_tiles.py --changed  # calls of the drawings whose choice is another one now
     python benchmarks/packed_tiles.py --ahead    # what packed_choices.py --drawing 4 is expected to time
+    python benchmarks/packed_tiles.py --raced    # how far the choice is behind the best form of each raced call
 
 The records: benchmarks/calls/random_packings_2.json to _4 with the forms that served them (packed_served.json; the Chooser of
-the commit that each was drawn by), and the forms that packed_choices.json and packed_choices_3.json raced. random_packings_4
-is held out. Left out are 256 columns of Q and V, and three groups in records before 2026-11-27, whose loops spilled. Needs no
-GPU.
+the commit that each was drawn by), and the forms that packed_choices.json, _3 and _4 raced. random_packings_4 and
+packed_choices_4 are held out. Left out are 256 columns of Q and V, and three groups in records before 2026-11-27, whose loops
+spilled. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,7 +44,7 @@ from fa2tune.launching import key_splits
 from fa2tune.spec.problem import Config, Problem
 
 CALLS = Path(__file__).parent / "calls"
-HELD_OUT, SPILLED = "_4", ("_2", "raced")
+HELD_OUT, SPILLED = ("_4", "raced 4"), ("_2", "raced")
 MOST_COLUMNS = 256
 H200 = gpus.named("h200")
 #: Constants that --fit moves: (name, key of a dictionary).
@@ -81,28 +83,84 @@ def drawing(which: str) -> dict[str, tuple[Packing, Mapping[str, Any]]]:
     }  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
+class Race:
+    record: str
+    name: str
+    packing: Packing
+    us: Mapping[tuple[Any, ...], float]  #: by ``form``
+    timed: tuple[tuple[Config, float], ...]  #: but for tiles of several heads
+
+
+def form(config: Config) -> tuple[Any, ...]:
+    """Of a config of either kernel, what was raced as one."""
+    if key_splits.is_grouped(config):
+        return config["BLOCK_M"], config["BLOCK_N"], config["MEMBERS"]
+    return *window_schedule.form(config), config["RESCALE"], config.get("HEADS_PER_WAVE", 0)
+
+
+def _forms() -> Mapping[str, Any]:
+    return dict(json.loads((CALLS / "packed_served.json").read_text("utf-8")))
+
+
+def _config(of: Iterable[Any]) -> Config:
+    return dict(zip(_forms()["fields"], of, strict=True))
+
+
+def _raced_in_third(name: str, packing: Packing) -> dict[str, list[Any]]:
+    few, forms = packed_schedule.for_few_tiles(posed(packing).specialization, H200.arch), _forms()
+    served = forms["served"]["_3"][name.split()[0]]
+    small = served if few is None else [few[field] for field in forms["fields"]]
+    return {"small tiles": small, "small tiles, chosen": small, "chosen": served}
+
+
+@cache
+def races() -> tuple[Race, ...]:
+    """Of every raced call."""
+    forms, found = _forms(), []
+    drawn = {which: drawing(which) for which in ("", "_3")}
+    tiled = {name: one[0] for name, one in packings(ALL_TILES).items()}
+    for record, which in (("raced", ""), ("raced 3", "_3"), ("raced 4", "_4")):
+        for name, one in json.loads((CALLS / f"packed_choices{which}.json").read_text("utf-8"))["calls"].items():
+            packing = tiled[name] if record == "raced 4" else drawn[which][name][0]
+            known = {"raced": lambda name, _: forms["raced"][name.split()[0]], "raced 3": _raced_in_third}
+            labels = known.get(record, lambda name, _: forms["raced 4"][name])(name, packing)
+            us: dict[tuple[Any, ...], float] = {}
+            timed = []
+            for label, time in one["us"].get("fwd", {}).items():
+                if several := re.match(r"grouped M(\d+) N(\d+) of (\d+) heads", label):
+                    place: tuple[Any, ...] = tuple(map(int, several.groups()))
+                else:
+                    band = re.search(r"bands of (\d+) heads", label)
+                    config = {**_config(labels[label]), "HEADS_PER_WAVE": int(band.group(1)) if band else 0}
+                    place = form(config)
+                    timed.append((config, time))
+                us[place] = min(time, us.get(place, time))
+            found.append(Race(record, name, packing, us, tuple(timed)))
+    return tuple(found)
+
+
+def chosen(problem: Problem) -> Config:
+    """What serves a forward, tiles of several heads too."""
+    choice = choosing.Chooser(problem, H200).choose("fwd")
+    return packed_grouped_schedule.config_of(problem, choice.config, H200, choice.row) or choice.config
+
+
+def losses() -> dict[Race, float]:
+    """How many times as long the choice took as the best form, where both were raced."""
+    found = ((race, form(chosen(posed(race.packing)))) for race in races())
+    return {race: race.us[own] / min(race.us.values()) for race, own in found if own in race.us and len(race.us) > 1}
+
+
 @cache
 def samples() -> tuple[Sample, ...]:
-    forms = json.loads((CALLS / "packed_served.json").read_text("utf-8"))
-
-    def config(form: Iterable[Any]) -> Config:
-        return dict(zip(forms["fields"], form, strict=True))
-
     found = []
-    for which, served in forms["served"].items():
+    for which, served in _forms()["served"].items():
         for name, (packing, one) in drawing(which).items():
-            found.append(Sample(which, name, packing, config(served[name.split()[0]]), one["fwd"]["us"]["fa2tune"]))
-    first, third = drawing(""), drawing("_3")
-    for name, one in json.loads((CALLS / "packed_choices.json").read_text("utf-8"))["calls"].items():
-        for label, us in one["us"].get("fwd", {}).items():
-            found.append(Sample("raced", name, first[name][0], config(forms["raced"][name.split()[0]][label]), us))
-    for name, one in json.loads((CALLS / "packed_choices_3.json").read_text("utf-8"))["calls"].items():
-        packing, us = third[name][0], one["us"]["fwd"]
-        few = packed_schedule.for_few_tiles(posed(packing).specialization, H200.arch)
-        if few is not None and (small := us.get("small tiles", us.get("small tiles, chosen"))):
-            found.append(Sample("raced 3", name, packing, few, small))
-        if "chosen" in us:
-            found.append(Sample("raced 3", name, packing, config(forms["served"]["_3"][name.split()[0]]), us["chosen"]))
+            us = one["fwd"]["us"]["fa2tune"]
+            found.append(Sample(which, name, packing, _config(served[name.split()[0]]), us))
+    for race in races():
+        found += [Sample(race.record, race.name, race.packing, *one) for one in race.timed]
     return tuple(one for one in found if _counts(one))
 
 
@@ -152,7 +210,7 @@ def _set(name: str, key: Any, value: float) -> None:
 
 def fit() -> None:
     """One constant at a time, by ever smaller steps; errors above 0.1 count by their size and not its square."""
-    known = [one for one in samples() if one.record != HELD_OUT]
+    known = [one for one in samples() if one.record not in HELD_OUT]
 
     def loss() -> float:
         return sum(math.hypot(1.0, error(one, True) / 0.1) - 1 for one in known)
@@ -208,9 +266,24 @@ def ahead() -> Iterator[str]:
         yield f"{name}: drawn {us['fa2tune']}, peer {peer}; {'; '.join(said)}"
 
 
+def raced() -> Iterator[str]:
+    """Of the choice next to the best form of each race, the worst first."""
+    found = losses()
+    for record in dict.fromkeys(race.record for race in found):
+        of = [loss - 1 for race, loss in found.items() if race.record == record]
+        yield f"{record}: {len(of)} calls, {100 * sum(of) / len(of):.1f} % behind, at worst {100 * max(of):.0f} %"
+    of = [loss - 1 for loss in found.values()]
+    yield f"all: {len(of)} of {len(races())} calls, {100 * sum(of) / len(of):.1f} % behind, at worst {100 * max(of):.0f} %"
+    for race, loss in sorted(found.items(), key=lambda one: -one[1]):
+        if loss > 1.02:
+            best = min(race.us, key=lambda place: race.us[place])
+            own = form(chosen(posed(race.packing)))
+            yield f"  {loss:.3f} {race.record} {race.name}: {own} {race.us[own]}, {best} {race.us[best]}"
+
+
 def table() -> Iterator[str]:
     for held in (False, True):
-        known = [one for one in samples() if (one.record == HELD_OUT) == held]
+        known = [one for one in samples() if (one.record in HELD_OUT) == held]
         for windowed in (False, True):
             these = [one for one in known if one.windowed == windowed]
             off = [rms(error(one, drawn) for one in these) for drawn in (True, False)]
@@ -226,10 +299,11 @@ def table() -> Iterator[str]:
 @click.option("--fit", "fitting", is_flag=True)
 @click.option("--changed", "differ", is_flag=True)
 @click.option("--ahead", "predicted", is_flag=True)
-def main(fitting: bool, differ: bool, predicted: bool) -> None:
+@click.option("--raced", "behind", is_flag=True)
+def main(fitting: bool, differ: bool, predicted: bool, behind: bool) -> None:
     if fitting:
         fit()
-    for line in changed() if differ else ahead() if predicted else table():
+    for line in changed() if differ else ahead() if predicted else raced() if behind else table():
         click.echo(line)
 
 

@@ -10,6 +10,7 @@ since it was issued, its result is NaN.
 from __future__ import annotations
 
 import operator
+import re
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ from triton.runtime import jit
 
 PATIENCE = 120  #: seconds until a wait is a deadlock; where cores are few, a wait is long
 _HERE = threading.local()
+_GROUPS_LEFT = re.compile(r"cp\.async\.bulk\.wait_group (\d)")
 
 
 class Barrier:
@@ -101,6 +103,26 @@ def _tma_load(descriptor: Descriptor, coordinates: Sequence[Any], barrier: Barri
     barrier.come(0, -descriptor.block_type.nbytes)
 
 
+class _Reductions:
+    """A thread's reductions by TMA: their shared memory is read, and the sums are written, as late as they may be."""
+
+    @staticmethod
+    def add(descriptor: Descriptor, at: Sequence[Any], place: Shared) -> None:
+        _HERE.reductions.append((descriptor, at, place))
+
+    @staticmethod
+    def read(left: int) -> None:
+        for nth, (descriptor, at, place) in enumerate(_HERE.reductions[: len(_HERE.reductions) - left]):
+            words = None if place.words is None else place.words.copy()
+            _HERE.reductions[nth] = descriptor, at, Shared(place.dtype, place.shape, words)
+
+    @staticmethod
+    def wait(left: int) -> None:
+        while len(_HERE.reductions) > left:
+            descriptor, at, place = _HERE.reductions.pop(0)
+            descriptor.copy("reduction", at, place)
+
+
 @dataclass
 class Program:
     """One program of a grid: what its partitions share."""
@@ -147,7 +169,9 @@ class Program:
 def _assembly(text: str, _: str, given: Sequence[Any], **__: Any) -> Any:
     """What of inline PTX counts here."""
     overlap = _HERE.program.overlap
-    if "griddepcontrol.wait" in text:
+    if (left := _GROUPS_LEFT.match(text)) is not None:
+        _Reductions.wait(int(left[1]))
+    elif "griddepcontrol.wait" in text:
         overlap.waited = _HERE.knows = True
     elif "griddepcontrol.launch_dependents" in text:
         overlap.start_next()
@@ -259,9 +283,10 @@ def _spawn(program: Program, name: str, warps: int, work: Callable[[], Any], kno
     def run() -> None:
         _HERE.program, _HERE.name, _HERE.warps, _HERE.products = program, name, warps, Products()
         _HERE.knows = knows  # that the kernel before has ended
-        _HERE.asked, _HERE.groups = [], []
+        _HERE.asked, _HERE.groups, _HERE.reductions = [], [], []
         try:
             work()
+            _Reductions.wait(0)
         except BaseException as error:
             with program.changed:
                 program.errors.append(error)
@@ -397,8 +422,8 @@ def _awaited(left: int, deps: Sequence[Any]) -> Any:
 _NAMES: Mapping[str, Any] = {
     "gl": _LANGUAGE, "tl": _LANGUAGE, "mbarrier": _Mbarrier, "tma_load": _tma_load,
     "tma_store": lambda descriptor, at, place: descriptor.copy("store", at, place),
-    "tma_reduce_add": lambda descriptor, at, place: descriptor.copy("reduction", at, place),
-    "tma_store_wait": lambda _: None, "thread_barrier": lambda: None, "fence_async_shared": lambda: None,
+    "tma_reduce_add": _Reductions.add, "tma_store_wait": _Reductions.read,
+    "thread_barrier": lambda: None, "fence_async_shared": lambda: None,
     "warpgroup_mma": _product, "warpgroup_mma_wait": _awaited, "range": _range,
     "to_carry": lambda weights, dtype, *_: weights.to(dtype), "of_carried": lambda p, *_: p, "repack": lambda p, *_: p,
     "rescaled": lambda acc, shrink: acc * shrink, "async_copy": _AsyncCopy, "async_load": _AsyncCopy.load,

@@ -15,6 +15,7 @@ from fa2tune.calling.schedules import (
     split_backward_schedule,
     stored_ds_schedule,
 )
+from fa2tune.calling.schedules.fused_schedule import IN_ORDER_FORM
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import is_grouped
@@ -151,6 +152,8 @@ class Served:
             what = "all of it by one kernel"
         elif self.stored_ds is not None:
             what = "dS in memory"
+        if self.form == IN_ORDER_FORM:
+            return f"{what}; calls in any order: {self._of_row}"
         if self.row is None:
             return f"{what}, with a config of the schedule model; otherwise the default config"
         gain = "" if self.row.gain is None else f", {self.row.gain:.2f} x portable default"

@@ -71,6 +71,8 @@ def _served_backward(chooser: Chooser, deterministic: bool, in_order: bool = Tru
     found = [_served(chooser, kernel, kinds.get(kernel), choices[kernel]) for kernel in STRATEGIES[strategy]]
     if deterministic and strategy == FUSED and any(one.lacking for one in found):
         return _served_backward(chooser, deterministic, in_order=False)  # as a call does
+    if any(one.form == fused_schedule.IN_ORDER_FORM for one in found):
+        whole = replace(whole, form=fused_schedule.IN_ORDER_FORM)
     order = divided.order
     if divided.keys > 1:
         in_parts = _Runs(dq_parts.kernels(problem, divided.keys, chooser.gpu.arch), chooser.gpu)

@@ -46,7 +46,7 @@ class Choice:
     @property
     def estimated(self) -> bool:
         """Whether ``config`` is one that no row has."""
-        return self.few_tiles or self.otherwise is not None
+        return self.few_tiles or self.otherwise is not None or bool(self.config.get("IN_ORDER"))
 
     @property
     def measured(self) -> str:

@@ -29,6 +29,7 @@ from fa2tune.calling.schedules import (
     packed_schedule,
     split_backward_schedule,
     stored_ds_schedule,
+    turns_schedule,
 )
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, operandcheck, overrules, registry
 from fa2tune.compiling.binaries import File, New
@@ -132,8 +133,8 @@ def _choices(
     chooser = choosing.Chooser(problem, gpu, layers, node)
     yield "fwd", chooser.choose("fwd")
     yield from (("fwd", one) for one in chooser.among("fwd"))
-    for deterministic in (False, True):
-        yield from choosing.choose_backward(chooser, deterministic)[1].items()
+    for deterministic, in_order in ((False, False), (True, True), (True, False)):
+        yield from choosing.choose_backward(chooser, deterministic, in_order)[1].items()
 
 
 def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Iterator[tuple[Variant, Config, Problem]]:
@@ -141,7 +142,10 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
     variant, spec, own = choice.variant, problem.specialization, choice.of_row
     if own is not choice:
         yield from ((*one, problem) for one in runs(kernel, spec, own, arch))
-    others = [*packed_schedule.forms(problem, own), *fused_schedule.all_forms(problem, own, arch)]
+    if own.config.get("IN_ORDER"):
+        return
+    others = [*turns_schedule.forms(problem, own, arch)]
+    others += [*packed_schedule.forms(problem, own), *fused_schedule.all_forms(problem, own, arch)]
     others += split_backward_schedule.forms(problem, own)
     for other in others:
         yield from ((*one, problem) for one in runs(kernel, spec, replace(choice, config=other), arch))

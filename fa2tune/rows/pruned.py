@@ -17,7 +17,7 @@ WORDS: Mapping[str, str] = {
     "accumulators_fit_output": "too many accumulators per thread (scores, output)",
     "copies_are_aligned": "tensors that are not 16-byte aligned",
     "descriptor_needs_tma": "descriptor loads without TMA",
-    "early_start_is_of_dense_calls": "EARLY_START with BESIDE, or of packed sequences",
+    "early_start_waits_for_ends": "EARLY_START with BESIDE",
     "head_dim_has_parts": "IN_PARTS of a head dim in one part",
     "half_blocks_if_joined": "BLOCK_M 64 at 64 columns needs num_warps 8 and REDUCE vector",
     "halves_are_of_one_part": "O in two parts is not stored in halves",

@@ -261,6 +261,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
                 call.seqlen_q,
                 call.seqlen_k,
                 call.heads_per_wave,
+                form.EARLY_START,
             )
             laps = gl.where(alive, lap + 2, 0)
             first, _full, end, rotation = query_blocks(
@@ -311,7 +312,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
             load_parts(q, b, h, row, barriers.q_ready.index(stage), smem.q, stage)
             if form.EARLY_START:
                 if turn > 0:
-                    tma_load(terms, [of_lse, h, row, 0], barriers.q_ready.index(stage), smem.lse.index(stage))
+                    tma_load(terms, [of_lse, h, row + own_row, 0], barriers.q_ready.index(stage), smem.lse.index(stage))
             else:
                 tma_load(terms, [of_lse, h, row + own_row, 0], barriers.q_ready.index(stage), smem.lse.index(stage))
             if i == 0:
@@ -332,7 +333,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
             if form.EARLY_START:
                 if turn == 0:
                     do_once(PREPARED)
-                    tma_load(terms, [of_lse, h, row, 0], barriers.q_ready.index(stage), smem.lse.index(stage))
+                    tma_load(terms, [of_lse, h, row + own_row, 0], barriers.q_ready.index(stage), smem.lse.index(stage))
             tma_load(
                 terms, [entries + of_lse, h, row + own_row, 0], barriers.do_ready.index(stage), smem.delta.index(stage)
             )

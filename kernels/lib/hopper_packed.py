@@ -19,6 +19,7 @@ from fa2tune.search_spaces.sm90 import bwd_fused as space
 BLOCK_N = gl.constexpr(space.GROUPS * space.KEYS)
 #: Query rows of a block of the workspaces.
 CHUNK = gl.constexpr(space.CHUNK)
+_COUNTER_IS_SET = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -55,9 +56,12 @@ def _place_of(index, offsets, sequences, heads, total_q, total_k, heads_per_wave
 
 
 @gluon.jit
-def send_place(lap, counter, channel, offsets, sequences, heads, total_q, total_k, heads_per_wave):
+def send_place(
+    lap, counter, channel, offsets, sequences, heads, total_q, total_k, heads_per_wave, EARLY_START: gl.constexpr
+):
     """The producer takes the next tile that has keys and sends it to the other warps: (whether there is one, then what
-    ``_place_of`` gives). A program's first one follows from its number."""
+    ``_place_of`` gives). A program's first one follows from its number; EARLY_START: others are taken once the kernel before,
+    which sets the counter to 0, has ended."""
     tile_smem, sent, received = channel
     every = packed_tiles(total_k, sequences, BLOCK_N) * heads
     index = gl.program_id(0)
@@ -72,6 +76,10 @@ def send_place(lap, counter, channel, offsets, sequences, heads, total_q, total_
     row = index
     while looking:
         if not own:
+            if EARLY_START:
+                gl.inline_asm_elementwise(
+                    _COUNTER_IS_SET, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+                )
             index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         head, start_n, queries, keys, first_q, first_k, row = _place_of(
             index, offsets, sequences, heads, total_q, total_k, heads_per_wave

@@ -21,6 +21,7 @@ from fa2tune.kernels.lib.hopper_fused import (
 from fa2tune.kernels.lib.hopper_tiles import first_number, laps_behind, laps_of, next_tile, received_number
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
+EARLY, BEHIND = gl.constexpr(space.EARLY), gl.constexpr(space.BEHIND)
 #: Tiles that may be done before they are counted, and one: taking is never more than two ahead of counting.
 DONE = gl.constexpr(4)
 
@@ -137,7 +138,10 @@ def _count_tile(counts, first_head, group, step, RAGGED: gl.constexpr):
         gl.inline_asm_elementwise(_COUNT, "=r,l,r", [at.to(gl.int64), mine], dtype=gl.int32, is_pure=False, pack=1)
 
 
-_TURN = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
+#: All lanes go by what one of them has seen, so they stay together.
+_TURN = gl.constexpr(
+    "{.reg .b32 seen; ld.acquire.gpu.global.b32 seen, [$1]; shfl.sync.idx.b32 $0, seen, 0, 31, 0xffffffff;}"
+)
 #: One lane stores a turn: one that is late cannot store it after the tile below has stored its own.
 _NEXT = gl.constexpr(
     "{.reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p st.release.gpu.global.b32 [$1], $2; "
@@ -145,14 +149,17 @@ _NEXT = gl.constexpr(
 )
 #: Once all lanes have seen it: what was seen added before this, adding follows.
 _BEHIND = gl.constexpr("bar.warp.sync 0xffffffff; fence.proxy.async; mov.b32 $0, 0;")
+#: As _ALL_ADDED, but for the last one or two additions.
+_ADDED_BUT_ONE = gl.constexpr("cp.async.bulk.wait_group 1; bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
+_ADDED_BUT_TWO = gl.constexpr("cp.async.bulk.wait_group 2; bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
 
 
 @gluon.jit
-def _turn_of(turns, h, block, tile, call, form):
-    """Where the turn of a block's dQ stands."""
+def _turn_of(h, block, tile, call, form):
+    """Which turn is that of a block's dQ."""
     rows: gl.constexpr = space.TURN_ROWS
     head = (tile.b * call.heads_kv * call.group + h) * (call.rows_padded // rows)
-    return (turns + head + block * (form.BLOCK_M // rows)).to(gl.int64)
+    return head + block * (form.BLOCK_M // rows)
 
 
 @gluon.jit
@@ -166,19 +173,41 @@ def _first_of_above(tile, call, form):
 
 
 @gluon.jit
-def _await_turn(turn, number):
-    """Until the key tile above, whose number is one more, has added."""
-    seen = 0
-    while seen != number + 2:
-        seen = gl.inline_asm_elementwise(_TURN, "=r,l", [turn], dtype=gl.int32, is_pure=False, pack=1)
+def _look(turns, turn):
+    """What a turn is now."""
+    return gl.inline_asm_elementwise(
+        _TURN, "=r,l", [(turns + turn).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _look_at(i, total, n_blocks, first_of_above, due, turns, tile, call, form):
+    """What the turn of a tile's i-th block is now: ``due``, if none has to add before."""
+    seen = due
+    if i < total:
+        place = tile.first + i % n_blocks
+        block = block_at(place, tile.first, tile.end, tile.rotation, form.LEFT_BOUNDED)
+        if block >= first_of_above:
+            h = tile.h_kv * call.group + i // n_blocks
+            seen = _look(turns, _turn_of(h, block, tile, call, form))
+    return seen
+
+
+@gluon.jit
+def _await_turn(seen, due, turns, turn):
+    """Until the key tile above has added, whose number is one more: until what is seen of a turn is due."""
+    while seen != due:
+        seen = _look(turns, turn)
     do_once(_BEHIND)
 
 
 @gluon.jit
-def _pass_turn(turn, number):
-    """What this warp has added is there; the key tile below may add."""
-    do_once(_ALL_ADDED)
-    gl.inline_asm_elementwise(_NEXT, "=r,l,r", [turn, number + 1], dtype=gl.int32, is_pure=False, pack=1)
+def _pass_turn(turns, turn, number, ADDED: gl.constexpr):
+    """What this warp has added, as ADDED has it, is there; the key tile below may add."""
+    do_once(ADDED)
+    gl.inline_asm_elementwise(
+        _NEXT, "=r,l,r", [(turns + turn).to(gl.int64), number + 1], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -188,8 +217,14 @@ def add(sums, counts, smem, channel, tiles_done, call, form):
     sm90/bwd_finish may start, and waits until all are. EARLY_START: it may start, and waits for this kernel's end; without
     any of these there is nothing to do. IN_ORDER: counts are the turns of blocks (kernels/sm90/bwd_fused.py). RAGGED: counts
     [Hq, rows_padded / CHUNK], of each sequence that where its rows start; behind them how many programs are done, and 1 once
-    all are."""
+    all are.
+
+    IN_ORDER BEHIND: a block's turn is passed on behind the next block's addition, and so behind its turn, too. No tile waits
+    for ever: each waits for the one above only, which was taken before it and never waits for one below. And before it waits
+    for a turn that is not there yet, it passes on what it has."""
     laps = laps_of(call, form)
+    PASSES_BEHIND: gl.constexpr = form.IN_ORDER == BEHIND
+    LOOKS_EARLY: gl.constexpr = form.IN_ORDER >= EARLY
     if form.COUNTS or form.EARLY_START:
         do_once(_START_FINISH)
     if form.EARLY_START and form.ADDS:
@@ -207,28 +242,50 @@ def add(sums, counts, smem, channel, tiles_done, call, form):
                 number = tile.start_n // BLOCK_N
                 if form.IN_ORDER:
                     first_of_above = _first_of_above(tile, call, form)
+                    seen = _look_at(0, total, n_blocks, first_of_above, number + 2, counts, tile, call, form)
+                    kept = -1  # the turn that is not passed on yet
                 for i in range(total):
                     h = tile.h_kv * call.group + i // n_blocks
                     place = tile.first + i % n_blocks
                     block = block_at(place, tile.first, tile.end, tile.rotation, form.LEFT_BOUNDED)
                     row = block * form.BLOCK_M + tile.own_row
                     if form.IN_ORDER:
-                        turn = _turn_of(counts, h, block, tile, call, form)
-                        if block >= first_of_above:
-                            _await_turn(turn, number)
+                        turn = _turn_of(h, block, tile, call, form)
+                        if PASSES_BEHIND:
+                            if (seen != number + 2) & (kept >= 0):
+                                _pass_turn(counts, kept, number, _ALL_ADDED)
+                                kept = -1
+                        _await_turn(seen, number + 2, counts, turn)
                     if form.CONCATENATED:
                         meet(PIECE_READY, GROUPS_AND_WARP)
                         tma_reduce_add(sums, [tile.b, h, row, 0], smem.dq.index(0))
+                        if LOOKS_EARLY:
+                            seen = _look_at(
+                                i + 1, total, n_blocks, first_of_above, number + 2, counts, tile, call, form
+                            )
                         tma_store_wait(0)
                         come(PIECE_GONE, GROUPS_AND_WARP)
                     else:
                         for c in gl.static_range(GROUPS):
                             meet(PIECE_READY + c, GROUP_AND_WARP)
                             add_piece(sums, smem.dq, tile.b, h, row, c, form.BLOCK_M)
+                            if LOOKS_EARLY and c == GROUPS - 1:
+                                seen = _look_at(
+                                    i + 1, total, n_blocks, first_of_above, number + 2, counts, tile, call, form
+                                )
                             tma_store_wait(0)
                             come(PIECE_GONE + c, GROUP_AND_WARP)
-                    if form.IN_ORDER:
-                        _pass_turn(turn, number)
+                    if PASSES_BEHIND:
+                        if kept >= 0:
+                            _pass_turn(counts, kept, number, _ADDED_BUT_ONE if form.CONCATENATED else _ADDED_BUT_TWO)
+                        kept = turn
+                    elif form.IN_ORDER:
+                        _pass_turn(counts, turn, number, _ALL_ADDED)
+                    if form.IN_ORDER and not LOOKS_EARLY:
+                        seen = _look_at(i + 1, total, n_blocks, first_of_above, number + 2, counts, tile, call, form)
+                if PASSES_BEHIND:
+                    if kept >= 0:
+                        _pass_turn(counts, kept, number, _ALL_ADDED)
             if form.COUNTS:
                 if tile.alive:
                     if form.ADDS:

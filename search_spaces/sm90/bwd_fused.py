@@ -18,6 +18,9 @@ REGISTERS = 240  #: that a consumer thread gets: what 64 Ki leave beside a produ
 TERMS = 8  #: bfloat16 numbers a row, in memory, that lse or delta is the sum of
 TERM_COLUMNS = 16  #: and in shared memory, where one step of a wgmma adds them up
 TURN_ROWS = 64  #: of dQ, to which key tiles add in turns with IN_ORDER
+#: IN_ORDER: how the warp that adds takes turns. LATE: it looks at a turn when it has passed on the one before. EARLY: when the
+#: addition before is asked for. BEHIND: so, and it passes a block's turn on when the next block's addition is asked for.
+ORDERS = LATE, EARLY, BEHIND = 1, 2, 3
 CHUNK = 128  #: query rows that kernels/sm90/bwd_beside.py signals at once
 #: Keys whose products with a query row take one multiprocessor as long as preparing that row beside others: 45 to 60 measured
 #: (docs/experiments.md), and some more, as main waits for what is late
@@ -255,7 +258,8 @@ SPACE = SearchSpace(
         # each kernel started before the one before it ends, for whose end it waits; not searched: calls of a few microseconds
         # have it (fa2tune/calling/schedules/fused_schedule.py)
         "EARLY_START": added(False, older=False),
-        # key tiles add to dQ in a fixed order; not searched: deterministic calls have it (fa2tune/calling/schedules/ordered.py)
+        # or one of ORDERS: key tiles add to dQ in a fixed order; not searched: deterministic calls have it
+        # (fa2tune/calling/schedules/turns_schedule.py)
         "IN_ORDER": added(False, older=False),
         "HEADS_PER_WAVE": (1, 4, 8, 16, 32),
         "IN_PARTS": added(
@@ -353,10 +357,9 @@ SPACE = SearchSpace(
             ),
         ),
         Constraint(
-            "early_start_is_of_dense_calls",
-            "overlapped kernels wait for flags, not for each other's end; and a packed tile's place comes from the counter, so "
-            "nothing of it can be loaded before the kernel before has ended",
-            lambda config, spec, arch: not config["EARLY_START"] or (not config["BESIDE"] and not spec.ragged),
+            "early_start_waits_for_ends",
+            "overlapped kernels wait for flags, not for each other's end",
+            lambda config, spec, arch: not config["EARLY_START"] or not config["BESIDE"],
         ),
         Constraint(
             "turns_follow_the_counter",
@@ -364,7 +367,11 @@ SPACE = SearchSpace(
             "and adds to dQ; kernels that overlap count tiles, not turns",
             lambda config, spec, arch: (
                 not config["IN_ORDER"]
-                or (not spec.ragged and all(config[name] == value for name, value in TURNS.items()))
+                or (
+                    config["IN_ORDER"] in ORDERS
+                    and not spec.ragged
+                    and all(config[name] == value for name, value in TURNS.items())
+                )
             ),
         ),
         Constraint(

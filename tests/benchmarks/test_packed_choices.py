@@ -23,6 +23,10 @@ def test_the_calls_are_those_that_were_drawn() -> None:
         assert [int(name.split()[0]) for name in choices.packings(drawing)] == list(numbers)
     tiled = choices.packings(choices.ALL_TILES)
     assert [int(name.split()[0]) for name in tiled] == [n for numbers in choices.TILES.values() for n in numbers]
+    behind = choices.packings(choices.BEHIND_PEERS)
+    assert [int(name.split()[0]) for name in behind] == [n for numbers in choices.BEHIND.values() for n in numbers]
+    for _, call in behind.values():
+        assert call["bwd"]["ratio"] < 0.99
     for name, (packing, call) in {**choices.packings(1), **choices.packings(2)}.items():
         assert name.endswith(str(packing)) and {"fwd", "bwd"} <= set(call)
     assert choices.masks("causal") == CAUSAL and choices.masks("window 7, 0") == Mask("band", 7, 0)
@@ -40,6 +44,15 @@ def test_every_candidate_can_run_and_the_choice_is_one_of_them(drawing: int) -> 
             for choice, parts in named.values():
                 assert limits.before_compile(choice.variant, problem.specialization, choice.config, H200) is None
                 assert parts == 1 or (pass_ == "bwd" and parts in group_parts.allowed(problem))
+
+
+def test_calls_behind_peers_are_timed_in_few_forms_with_the_choice_among_them() -> None:
+    for packing, _ in choices.packings(choices.BEHIND_PEERS).values():
+        problem = choices.posed(packing)
+        named = choices.candidates(problem, H200, choices.BEHIND_PEERS, "bwd")["bwd"]
+        assert 1 < len(named) <= choices.MOST_FORMS and "chosen" in named
+        for choice, _ in named.values():
+            assert limits.before_compile(choice.variant, problem.specialization, choice.config, H200) is None
 
 
 def test_every_candidate_can_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,13 @@ import pytest
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch, serving
-from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, one_tile_schedule, split_backward_schedule
+from fa2tune.calling.schedules import (
+    fused_schedule,
+    group_parts_schedule,
+    one_tile_schedule,
+    packed_schedule,
+    split_backward_schedule,
+)
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import NoTritonError
 from fa2tune.fleet import precompile
@@ -76,6 +82,40 @@ def test_none_without_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_schedule, "EARLY_START", False)
     for problem in (*FUSED, *SPLIT):
         assert not any(choice.config.get("EARLY_START") for choice in choices(problem).values())
+
+
+def packed(heads: tuple[int, int], queries: int, sequences: int, longest: int, dim: int, mask: Mask) -> Problem:
+    return Problem("bf16", 1, *heads, queries, queries, dim, dim, mask, extent=Extent(RAGGED, sequences, longest))
+
+
+#: Behind FlashAttention-4 where they were drawn (benchmarks/calls/random_packings_3.json, _4.json).
+SHORT_PACKED = (
+    packed((2, 2), 15056, 2, 16384, 96, band(8, 0)), packed((1, 1), 11018, 3, 4096, 64, band(224, 0)),
+    packed((1, 1), 2134, 33, 512, 64, CAUSAL), packed((1, 1), 14516, 38, 512, 128, CAUSAL),
+    packed((8, 2), 2624, 4, 2048, 96, CAUSAL),
+)  # fmt: skip
+LONG_PACKED = packed((16, 16), 9898, 15, 2048, 128, FULL), packed((32, 32), 17702, 2, 16384, 64, CAUSAL)
+
+
+@pytest.mark.parametrize("problem", SHORT_PACKED, ids=str)
+def test_short_packed_backwards_where_it_is_on(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
+    own = choices(problem)["bwd_fused"]
+    assert not own.config.get("EARLY_START") and not own.config["BESIDE"]
+    monkeypatch.setattr(packed_schedule, "EARLY_START", True)
+    early = choices(problem)["bwd_fused"]
+    assert early.config == fused_schedule.started_early(own.config)
+    assert early.of_row.config == own.of_row.config  # what serves where the form cannot be had
+    assert "each kernel started early" in fused_schedule.about(early)
+    made = [dict(config) for variant, config, _ in precompile._by_shape("bwd_fused", problem, early.of_row, 90)
+            if variant is early.variant]  # fmt: skip
+    of_any_heads = [{**config, "HEADS_PER_WAVE": 1} for config in made]
+    assert {**early.config, "HEADS_PER_WAVE": 1} in of_any_heads
+
+
+@pytest.mark.parametrize("problem", LONG_PACKED, ids=str)
+def test_long_packed_backwards_do_not(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
+    monkeypatch.setattr(packed_schedule, "EARLY_START", True)
+    assert not choices(problem)["bwd_fused"].config.get("EARLY_START")
 
 
 @pytest.mark.usefixtures("early")

@@ -332,45 +332,30 @@ def test_the_least_tile_is_for_few_rows():
         assert min(config["BLOCK_M"] for config in key_splits_schedule.candidates(asked, 90)) == least
 
 
-def alone():
-    """(problem, config of one part, its microseconds, the fewest of what serves otherwise) of the calls in records of
-    benchmarks/dense_forwards.py where each program of the portable kernel had a multiprocessor of its own."""
-    found = {}
-    for name in ("dense_forwards_behind", "dense_forwards"):
-        for call in json.loads(gzip.decompress((ROOT / f"benchmarks/calls/{name}.json.gz").read_bytes()))[
-            "calls"
-        ].values():
-            numbers = re.fullmatch(
-                r"(\d+) x (\d+)/(\d+) heads, (\d+) queries, (\d+) keys, head dim (\d+), (\w+)", call["call"]
+SAID = re.compile(r"(\d+) x (\d+)/(\d+) heads, (\d+) queries, (\d+) keys, head dim (\d+)(?:/(\d+))?, (\w+)")
+
+
+def of_least_tiles():
+    """Of the calls raced with tiles of 32 rows: problem, microseconds with these, and of what else was fastest."""
+    for name in ("dense_forwards", "dense_forwards_behind", "dense_forwards_7"):
+        record = json.loads(gzip.decompress((ROOT / f"benchmarks/calls/{name}.json.gz").read_bytes()))
+        for call in record["calls"].values():
+            said = re.match(
+                r"(\d+) x (\d+)/(\d+) heads, (\d+) queries, (\d+) keys, head dim (\d+)(?:/(\d+))?, (\w+)", call["call"]
             )
-            for label, us in call["us"].items():
-                if numbers is None or not (tile := re.fullmatch(r"M(16|32) N\d+ desc w\d s\d x1", label)):
-                    continue
-                *sizes, dim = map(int, numbers.groups()[:-1])
-                problem = Problem("bf16", *sizes, dim, dim, Mask(numbers[7]))
-                config = fwd_split.config_of(problem.specialization, 90, True, int(tile[1]), 1)
-                others = min(other for name, other in call["us"].items() if name != label)
-                if fwd_split.programs(problem, config) <= H200.sm_count:
-                    found[problem] = config, us, others
-    return found
+            *shape, dim, dim_v, mask = said.groups()
+            problem = Problem(
+                "bf16", *map(int, shape), int(dim), int(dim_v or dim), CAUSAL if mask == "causal" else FULL
+            )
+            us = {which: time for which, time in call["us"].items() if which.startswith("M32 ")}
+            if us:
+                yield problem, min(us.values()), min(time for which, time in call["us"].items() if which not in us)
 
 
-def test_programs_alone_on_their_multiprocessors_are_taken_where_they_were_faster():
-    found = alone()
-    assert len(found) == 4
-    for problem, (config, us, others) in found.items():
-        assert abs(math.log(key_splits_schedule.split_us(problem, config, H200) / us)) < 0.08, problem
-        assert (split_of(problem) == config) == (us < others), problem
-
-
-def test_programs_that_share_multiprocessors_are_not_estimated_as_alone(monkeypatch):
-    def estimates(heads):
-        asked = replace(DECODING, heads_q=heads, heads_kv=heads, seqlen_q=64, seqlen_k=64)
-        config = fwd_split.config_of(asked.specialization, 90, True, 32, 1)
-        found = key_splits_schedule.split_us(asked, config, H200)
-        monkeypatch.setattr(key_splits_schedule, "ALONE_US", 0.0)
-        without = key_splits_schedule.split_us(asked, config, H200)
-        monkeypatch.undo()
-        return without - found
-
-    assert estimates(66) == pytest.approx(1.0) and estimates(67) == 0
+def test_the_least_tiles_serve_short_calls_of_wide_head_dims_where_they_were_faster():
+    for problem, us, others in of_least_tiles():
+        config = next(one for one in key_splits_schedule.candidates(problem, 90) if one["BLOCK_M"] == 32)
+        if max(problem.seqlen_q, problem.seqlen_k) <= key_splits_schedule.SHORT and problem.group == 1:
+            assert 0.98 < key_splits_schedule.split_us(problem, config, H200) / us < 1.15
+            split = split_of(problem)
+            assert (split is not None and split["BLOCK_M"] == 32) == (us < others)

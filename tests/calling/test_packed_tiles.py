@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from benchmark_scripts import script
 
 from fa2tune import gpus
 from fa2tune.calling import choosing
-from fa2tune.calling.schedules import packed_lengths, packed_schedule, tile_order, window_schedule
+from fa2tune.calling.schedules import few_tiles, packed_lengths, packed_schedule, tile_order, window_schedule
 from fa2tune.compiling import limits
 from fa2tune.compiling.choice import Choice
 from fa2tune.fleet import precompile
@@ -39,14 +42,14 @@ def forward(problem: Problem) -> Choice:
 
 
 @pytest.mark.parametrize(("held_out", "windowed", "most"), [
-    (False, False, 0.1), (False, True, 0.11), (True, False, 0.08), (True, True, 0.08),
+    (False, False, 0.1), (False, True, 0.11), (True, False, 0.09), (True, True, 0.09),
 ])  # fmt: skip
 def test_recorded_forwards_take_what_they_are_estimated_to(held_out: bool, windowed: bool, most: float) -> None:
     """By the lengths that were drawn. Constants were fitted to the records that are not held out."""
     errors = [
         packed_tiles.error(one, True)
         for one in SAMPLES
-        if (one.record == packed_tiles.HELD_OUT) == held_out and one.windowed == windowed
+        if (one.record in packed_tiles.HELD_OUT) == held_out and one.windowed == windowed
         and not (held_out and one.name.startswith(f"{EQUAL} "))
     ]  # fmt: skip
     assert len(errors) > 10 and packed_tiles.rms(errors) < most
@@ -54,20 +57,43 @@ def test_recorded_forwards_take_what_they_are_estimated_to(held_out: bool, windo
 
 
 def test_of_forms_that_were_raced_the_chosen_one_is_near_the_best() -> None:
-    raced: dict[str, dict[tuple[int, ...], float]] = {}
-    problems = {}
-    for one in SAMPLES:
-        if one.record.startswith("raced"):
-            form = window_schedule.form(one.config)
-            times = raced.setdefault(one.name, {})
-            times[form] = min(one.us, times.get(form, math.inf))
-            problems[one.name] = one.problem
-    losses = []
-    for name, times in raced.items():
-        form = window_schedule.form(choosing.choose(problems[name], "fwd", H200).config)
-        if len(times) > 1 and form in times:
-            losses.append(times[form] / min(times.values()))
-    assert len(losses) > 15 and sum(losses) / len(losses) < 1.03 and max(losses) < 1.12
+    losses = packed_tiles.losses()
+    for record, most, worst in (("raced", 1.03, 1.07), ("raced 3", 1.03, 1.1), ("raced 4", 1.01, 1.1)):
+        own = [loss for race, loss in losses.items() if race.record == record]
+        assert len(own) >= {"raced": 3, "raced 3": 11, "raced 4": 41}[record]
+        assert sum(own) / len(own) < most and max(own) < worst
+    windows = [loss for race, loss in losses.items() if race.packing.mask.window is not None]
+    assert len(windows) == 21 and sum(windows) / len(windows) < 1.005 and max(windows) < 1.05
+
+
+def test_without_a_mask_bounds_of_scores_gain_more() -> None:
+    """Call 52 of the third drawing: the row's "never" took 1997 us, 2177 with maxima."""
+    whole = sequences(21, (64, 16), (17744, 24522), 128, FULL, 4096)
+    assert forward(whole).config["RESCALE"] == "never"
+    for mask, share in ((FULL, 0.85), (CAUSAL, 0.93)):
+        asked = sequences(4, (8, 8), (9000, 9000), 128, mask, 4096)
+        config = {**forward(asked).config, "RESCALE": "lazy"}
+        (_, lazy, _), (_, never, _) = (
+            few_tiles.paces_us(asked, {**config, "RESCALE": how}) or (0.0, 0.0, 0.0) for how in ("lazy", "never")
+        )
+        assert never == pytest.approx(share * lazy)
+        dense = replace(asked, extent=Extent())
+        _, never, _ = few_tiles.paces_us(dense, {**config, "RESCALE": "never"}) or (0.0, 0.0, 0.0)
+        assert never == pytest.approx(0.93 * lazy)
+
+
+def test_the_page_has_what_was_measured() -> None:
+    """Next to the predictions: the best of the rows' forms, and what was chosen."""
+    calls = json.loads((packed_tiles.CALLS / "packed_choices_4.json").read_text("utf-8"))["calls"]
+    page = (packed_tiles.CALLS.parents[1] / "docs/experiments/packed-tiles.md").read_text("utf-8")
+    lines = page.partition("## Prediction")[2].partition("## Measured")[0].splitlines()
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if re.match(r"\| \d", line)]
+    for call, *cells in table:
+        (us,) = (one["us"]["fwd"] for name, one in calls.items() if name.split()[1] == call.split()[0])
+        rows = [time for label, time in us.items() if re.fullmatch(r"row( of \d+)?", label)]
+        (chosen,) = (time for label, time in us.items() if label.endswith("chosen"))
+        assert (cells[3], cells[6]) == (f"{min(rows)}", f"{chosen}"), call
+    assert len(table) == 18
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, band(7, 0), band(20, 30), band(150, 0)], ids=str)
@@ -152,10 +178,10 @@ def test_narrow_windows_have_small_tiles(dim: int, problem: tuple[object, ...], 
 
 
 def test_a_form_has_to_be_worth_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    for mask, margin in ((CAUSAL, packed_schedule.MARGIN), (band(100, 0), packed_schedule.WINDOW_MARGIN)):
+    for mask in (CAUSAL, band(100, 0)):
         problem = sequences(4, (16, 16), (16384, 16384), 128, mask, 4096)
         for share, small in ((0.99, True), (1.01, False)):
-            times = {64: (1 - margin) * share, 128: 1.0}
+            times = {64: (1 - packed_schedule.MARGIN) * share, 128: 1.0}
             monkeypatch.setattr(packed_schedule, "expected_us", lambda _, config, gpu, us=times: us[config["BLOCK_M"]])
             assert (forward(problem).config["BLOCK_M"] == 64) == small, (mask, share)
 

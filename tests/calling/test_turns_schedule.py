@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 
 from fa2tune import gpus
-from fa2tune.calling import choosing
+from fa2tune.calling import choosing, serving
 from fa2tune.calling.schedules import turns_schedule
+from fa2tune.fleet import precompile
+from fa2tune.launching import passes
 from fa2tune.rows import lookup
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
-from fa2tune.spec.problem import FUSED, SPLIT, Problem
+from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, Problem
 
 H200 = gpus.named("h200")
 #: Where no row is stale.
@@ -22,7 +24,7 @@ NODE = lookup.Toolchain(triton="3.6.0")
 
 @pytest.fixture(autouse=True)
 def serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns_schedule, "SERVES", True)
+    monkeypatch.setattr(turns_schedule, "SERVES", (64, 128))
 
 
 def posed(length: int, dim: int, mask: Mask = CAUSAL, heads: int = 16, batch: int = 8) -> Problem:
@@ -77,3 +79,56 @@ def test_nothing_leads_back_to_a_form_without_order() -> None:
 def test_off_until_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert not turns_schedule.SERVES and strategy(posed(4096, 128)) == SPLIT
+
+
+def test_on_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_schedule, "SERVES", (64,))
+    assert (strategy(posed(4096, 56)), strategy(posed(4096, 128))) == (FUSED, SPLIT)
+
+
+@pytest.mark.parametrize(
+    ("problem", "columns", "heads"),
+    [
+        (posed(512, 64), 64, 32),
+        (posed(8192, 64), 64, 8),
+        (posed(8192, 128), 128, 4),
+        (replace(posed(4096, 128), heads_q=64), 128, 2),  # four query heads a key head
+        (posed(1 << 20, 128), 128, 1),
+    ],
+    ids=str,
+)
+def test_l2_holds_the_rows_of_a_band(problem: Problem, columns: int, heads: int) -> None:
+    assert turns_schedule.band(problem, columns, H200) == heads
+    held = heads * problem.group * problem.seqlen_q * 8 * columns
+    assert heads in (1, turns_schedule.MOST_HEADS) or 0.3 < held / H200.l2_bytes <= 0.7
+
+
+def test_explain_claims_no_speed_of_the_row() -> None:
+    """It was timed in another form."""
+    problem = posed(4096, 128)
+    found = {one.kernel: one for one in serving.explain_problem(problem, H200, (BACKWARD,), True).kernels}
+    assert list(found) == [BACKWARD, "bwd_fused"]
+    for one in found.values():
+        assert one.estimated and one.row is not None and one.row.gain is not None
+        assert "dQ summed in a fixed order" in str(one) and "x portable default" not in str(one)
+    free = serving.explain_problem(problem, H200, (BACKWARD,), False).kernels
+    assert all("fixed order" not in str(one) for one in free) and "x portable default" in str(free[0])
+    chooser = choosing.Chooser(problem, H200, node=NODE)
+    assert choosing.choose_backward(chooser, True)[1]["bwd_fused"].lead is None
+
+
+@pytest.mark.parametrize("deterministic_in_order", [True, False], ids=["turns", "split"])
+def test_precompiled_are_both_strategies(monkeypatch: pytest.MonkeyPatch, deterministic_in_order: bool) -> None:
+    """Whatever the number of tiles of the problem that stands for all calls of a key: which one serves depends on it."""
+    monkeypatch.setattr(turns_schedule, "LEAST_ROUNDS", 0 if deterministic_in_order else 1 << 20)
+    problem = posed(4096, 128)
+    listed = {
+        (variant.name, bool(config.get("IN_ORDER")))
+        for kernel, choice in precompile._choices(problem, H200, choosing.layers(), NODE)
+        for variant, config in [
+            *passes.runs(kernel, problem.specialization, choice, 90),
+            *(one[:2] for one in precompile._by_shape(kernel, problem, choice, 90)),
+        ]
+    }
+    assert {("sm90/bwd_fused", False), ("sm90/bwd_fused", True), ("sm90/bwd_prepare", True)} <= listed
+    assert {("sm90/bwd_dq", False), ("sm90/bwd_dkdv", False)} <= listed

@@ -143,11 +143,12 @@ def of_packed_sequences() -> Iterator[Case]:
     variant = NAMED["sm90/bwd_fused"]
     joined = {"ORDER": "together", "REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
     added = {"ORDER": "together", "REDUCE": "tma"}  # by a warp of its own
-    ends = {"BESIDE": True, "FINISH_BESIDE": True}
+    ends, early = {"BESIDE": True, "FINISH_BESIDE": True}, {"EARLY_START": True}
     for dim, mask, settings in (
         (64, "causal", added), (64, "full", joined), (64, "band", {}), (128, "causal", joined), (128, "causal", {}),
         (128, "full", {}), (64, "causal", {**added, **ends}), (64, "full", ends), (128, "causal", {**joined, **ends}),
-        (128, "full", {**joined, "BESIDE": True}),
+        (128, "full", {**joined, "BESIDE": True}), (64, "band", {**joined, **early}), (128, "causal", {**joined, **early}),
+        (128, "full", {**added, **early}), (64, "causal", early), (96, "causal", early),
     ):  # fmt: skip
         spec = bf16(dim, dim, mask, extent=RAGGED)
         config = {**variant.space.default(spec, 90), **settings}

@@ -13,6 +13,7 @@ import fa2tune
 from fa2tune.calling import choosing, dispatch
 from fa2tune.calling.schedules import turns_schedule
 from fa2tune.measuring import reference, verify
+from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import FUSED
 
@@ -32,10 +33,11 @@ CALLS: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def serves(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(turns_schedule, "SERVES", True)
+@pytest.fixture(autouse=True, params=[bwd_fused.EARLY, bwd_fused.BEHIND], ids=["early", "behind"])
+def serves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(turns_schedule, "SERVES", (64, 128))
     monkeypatch.setattr(turns_schedule, "LEAST_ROUNDS", 0)
+    monkeypatch.setattr(turns_schedule, "ORDER", request.param)
     dispatch.reload()
     yield
     dispatch.reload()
@@ -58,18 +60,24 @@ class Backward:
     def __init__(self, call: tuple[Any, ...]) -> None:
         self.mask, self.given = call[-1], inputs(call)
         self.q, self.k, self.v = (one.detach().requires_grad_() for one in (self.given.q, self.given.k, self.given.v))
-        self.o, self.lse = fa2tune.attention(
-            self.q, self.k, self.v, mask=self.mask, deterministic=True, return_lse=True
-        )
+        self.o, self.lse = self._forward()
         problem = dispatch.passes.describe(self.q, self.k, self.v, self.mask, 0.1, o=self.o, do=self.given.do)
         strategy, choices = choosing.choose_backward(choosing.Chooser(problem, dispatch.gpu_of(0)), True)
         assert strategy == FUSED and choices["bwd_fused"].config["IN_ORDER"]
 
-    def __call__(self) -> tuple[torch.Tensor, ...]:
+    def _forward(self) -> Any:
+        return fa2tune.attention(self.q, self.k, self.v, mask=self.mask, deterministic=True, return_lse=True)
+
+    def _backward(self, o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = self.given
-        return torch.autograd.grad(
-            (self.o, self.lse), (self.q, self.k, self.v), (given.do, given.dlse), retain_graph=True
-        )
+        return torch.autograd.grad((o, lse), (self.q, self.k, self.v), (given.do, given.dlse), retain_graph=True)
+
+    def __call__(self) -> tuple[torch.Tensor, ...]:
+        return self._backward(self.o, self.lse)
+
+    def here(self) -> tuple[torch.Tensor, ...]:
+        """On the current stream: PyTorch runs a backward on the stream of its forward."""
+        return self._backward(*self._forward())
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
@@ -92,7 +100,7 @@ def test_gradients_by_the_error_rule_and_the_same_bits(call: tuple[Any, ...]) ->
 
 def test_on_another_stream_and_in_a_graph() -> None:
     backward = Backward(CALLS[3])
-    check_stream_and_graph(backward, backward())
+    check_stream_and_graph(backward.here, backward())
 
 
 def test_two_at_once_and_next_to_other_kernels() -> None:
@@ -106,7 +114,7 @@ def test_two_at_once_and_next_to_other_kernels() -> None:
     for _ in range(10):
         for nth, one in enumerate(backwards):
             with torch.cuda.stream(streams[nth]):
-                found[nth].append(one())
+                found[nth].append(one.here())
         with torch.cuda.stream(streams[2]):
             for _ in range(5):
                 a @ a

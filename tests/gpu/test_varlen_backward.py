@@ -41,6 +41,16 @@ FORMS = {
     "scores ahead": {"ORDER": "ahead", "REDUCE": "vector", "EXPONENTIALS_FIRST": False},
     "joined": {**TOGETHER, "REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False},
     "joined, by TMA": {**TOGETHER, "REDUCE": "tma", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False},
+    "each started early": {"EARLY_START": True},
+    "joined, each started early": {
+        **TOGETHER,
+        "REDUCE": "vector",
+        "BLOCK_M": 64,
+        "num_warps": 8,
+        "EXPONENTIALS_FIRST": False,
+        "EARLY_START": True,
+    },
+    "apart, by TMA, each started early": {**TOGETHER, "REDUCE": "tma", "EARLY_START": True},
     "prepared beside": {"BESIDE": True},
     "prepared beside, heads in one band": {"BESIDE": True, "HEADS_PER_WAVE": 32},
     "and finished": {**TOGETHER, "BESIDE": True, "FINISH_BESIDE": True, "REDUCE": "tma"},
@@ -182,6 +192,7 @@ def test_forms(form, dim):
 def test_nan_of_a_neighbour_stays_there(packing, rest):
     compared(packing, FULL, poisoned=(2, rest))
     compared(packing, CAUSAL, "joined", poisoned=(2, rest))
+    compared(packing, CAUSAL, "joined, each started early", poisoned=(2, rest))
 
 
 @pytest.mark.parametrize("heads", [(8, 1), (6, 2), (3, 3)], ids=str)
@@ -191,7 +202,14 @@ def test_query_groups(heads):
 
 
 @pytest.mark.parametrize(
-    "form", ["default", "joined", "prepared beside, heads in one band", "and finished, from registers"]
+    "form",
+    [
+        "default",
+        "joined",
+        "joined, each started early",
+        "prepared beside, heads in one band",
+        "and finished, from registers",
+    ],
 )
 @pytest.mark.parametrize(("heads", "parts"), [((8, 1), 4), ((8, 2), 2), ((6, 2), 3)], ids=str)
 def test_query_groups_in_parts(heads, parts, form):

@@ -12,7 +12,7 @@ import pytest
 from early_starts import READ, WRITE, Flight, Overlap, Touch
 from gpu_in_python import PythonGpu
 from kernel_values import Buffer, Fault
-from test_computed_in_python import BACKWARDS, BEHIND, SPLIT, TOP_LEFT, Call, check_backward
+from test_computed_in_python import BACKWARDS, BEHIND, PACKING, SPLIT, TOP_LEFT, Call, check_backward
 
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import cuda
@@ -40,6 +40,13 @@ CALLS = [
     (Call(((150, 130),), (2, 2), (24, 24), FULL), "joined", {"NARROW": True}),
     (Call(((64, 800),), (1, 1), (64, 64), TOP_LEFT), "joined", {}),  # most tiles, and first ones, no query sees
     (Call(((64, 500),), (1, 1), (128, 128), TOP_LEFT), "apart, by TMA", {}),
+    (Call(PACKING, (2, 1), (128, 128), CAUSAL, packed=True), "joined", {}),
+    (Call(PACKING, (2, 2), (128, 128), FULL, packed=True), "apart, by TMA", {}),
+    (Call(PACKING, (2, 1), (128, 128), CAUSAL, packed=True), "a block behind", {}),
+    (Call(PACKING, (1, 1), (64, 64), band(40, 0), packed=True), "joined", {}),
+    (Call(PACKING, (2, 1), (64, 64), FULL, packed=True), "scores ahead", {}),
+    (Call(PACKING, (2, 2), (96, 96), CAUSAL, packed=True), "from registers", IN_PARTS),
+    (Call(PACKING, (1, 1), (96, 64), CAUSAL, packed=True), "from registers", V_APART),
 ]
 
 
@@ -135,13 +142,22 @@ def test_what_is_in_flight() -> None:
             own.touch(False, touch)
 
 
-def test_packed_and_overlapped_calls_do_not_have_it() -> None:
-    space = variant_named("sm90/bwd_fused").space
-    for spec, changes in (
-        (Specialization("bf16", 64, 64, "causal"), {"BESIDE": True, "DYNAMIC": True}),
-        (Specialization("bf16", 64, 64, "causal", extent="ragged"), {}),
-    ):
-        config = {**space.default(spec, 90), **bwd_fused.PACKED, **changes}
-        assert space.broken(config, spec, 90) is None
-        broken = space.broken({**config, **EARLY}, spec, 90)
-        assert broken is not None and broken.name == "early_start_is_of_dense_calls"
+@pytest.mark.parametrize("name", ["do_once", "_do_once"])
+def test_a_packed_kernel_that_does_not_wait_is_found(
+    gpu: PythonGpu, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, name: lambda PTX: None})
+    monkeypatch.setattr(kernels_in_python, "_MODULES", {})
+    monkeypatch.setattr(kernels_in_python, "PATIENCE", 2)
+    with pytest.raises(Fault, match="reads workspace"):
+        check_backward(gpu, Call(PACKING, (1, 1), (128, 128), FULL, packed=True), {**BACKWARDS["joined"], **EARLY})
+
+
+@pytest.mark.parametrize("extent", ["whole", "ragged"])
+def test_overlapped_calls_do_not_have_it(extent: str) -> None:
+    space, spec = variant_named("sm90/bwd_fused").space, Specialization("bf16", 64, 64, "causal", extent=extent)
+    config = {**space.default(spec, 90), **bwd_fused.PACKED}
+    assert space.broken({**config, **EARLY}, spec, 90) is None
+    assert space.broken({**config, "BESIDE": True}, spec, 90) is None
+    broken = space.broken({**config, "BESIDE": True, **EARLY}, spec, 90)
+    assert broken is not None and broken.name == "early_start_waits_for_ends"

@@ -15,6 +15,7 @@ from functools import lru_cache
 from fa2tune.calling.schedules.tile_order import busiest, columns_of_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, of_tiles, suited
+from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
 
 #: (BLOCK_M, BLOCK_N, maxnreg)
@@ -45,7 +46,9 @@ LAUNCH_US, SECOND_Q_US = {1: 3.41, 2: 2.97, 3: 3.01}, 0.48
 #: RESCALE "never": a block's time over that of "lazy", at the columns of TilePace.block, of up to the last; what a tile's start
 #: takes more at 128 columns, and more for 128 columns more; microseconds of the pass over K that comes before, and bytes of K a
 #: microsecond. Where times come from rows, whose blocks have all of it but the pass, that takes what NORMS_US says.
-NEVER, NEVER_START, NEVER_START_WIDER = (0.85, 0.93, 1.05), 0.72, 0.36
+#: Without a mask a block at 256 columns gains more: fitted to 13 calls of launch_choices_fwd.json.gz, as near in 13 held out.
+#: Packed calls alone count with that: what dense ones would have instead was not timed (docs/experiments/packed-tiles.md).
+NEVER, NEVER_UNMASKED, NEVER_START, NEVER_START_WIDER = (0.85, 0.93, 1.05), (0.85, 0.85, 1.05), 0.72, 0.36
 NEVER_US, NEVER_BYTES_PER_US = 2.5, 2.47e6
 NORMS_US, NORMS_BYTES_PER_US = 4.0, 3.0e6
 #: Rows that begin in the midst of a sector of 32 bytes, those of head dims that are no multiples of 16, are slow to load, the
@@ -104,7 +107,8 @@ def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | N
     block, start = _at(pace.block, wide), _at(pace.start, wide, 256)
     launch = LAUNCH_US[PROGRAMS[config["maxnreg"]]] + (SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0)
     if config["RESCALE"] == "never":
-        block *= _at(NEVER, min(max(wide, 128), 384))
+        unmasked = problem.extent.ragged and problem.mask == FULL
+        block *= _at(NEVER_UNMASKED if unmasked else NEVER, min(max(wide, 128), 384))
         start += NEVER_START + NEVER_START_WIDER * (wide / 128 - 1)
         launch += NEVER_US + _bytes_of_k(problem) / NEVER_BYTES_PER_US
     return launch, block * sector_cost(problem, config), start

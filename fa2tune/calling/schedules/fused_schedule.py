@@ -390,9 +390,15 @@ def of_dense(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
     return choice if best == own else replace(choice, config=best, otherwise=own)
 
 
+#: That form, which deterministic calls have. Its row is of another one, and says nothing of its speed.
+IN_ORDER_FORM = "dQ summed in a fixed order"
+
+
 def about(choice: Choice) -> str:
     """In a few words, the form of a backward's kernel that runs in place of a row's; "": the row's."""
     config, own = choice.config, choice.otherwise
+    if config.get("IN_ORDER"):
+        return IN_ORDER_FORM
     if own is not None and config.get("EARLY_START") and choice.variant.space in (bwd_dq.SPACE, bwd_dkdv.SPACE):
         return "the next kernel started early" if choice.variant.space is bwd_dq.SPACE else "started early"
     if own is None or choice.variant.space is not bwd_fused.SPACE:

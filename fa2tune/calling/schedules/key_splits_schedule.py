@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from fa2tune.calling.schedules import forward_schedule, tile_order
+from fa2tune.calling.schedules import few_tiles, forward_schedule, tile_order
 from fa2tune.calling.schedules.few_tiles import FULL_TILE
 from fa2tune.compiling.registry import variant_of
 from fa2tune.gpus import Gpu
@@ -49,10 +49,10 @@ class Pace:
 
 
 #: The portable kernel that splits keys, by the rows of a tile. 16: fitted to few_queries.json. More: to few_queries_tiles.json,
-#: few_queries_hopper.json, and the calls of seed 53c19ef in random_calls.json.gz that it served.
+#: few_queries_hopper.json, and the calls of seed 53c19ef in random_calls.json.gz it served; 32: to dense_forwards*.json.gz.
 PORTABLE_PACES = {
     16: Pace(0.5, 46e3, 0.94, 1.6, 0.1, 4, 1.6),
-    32: Pace(0.35, 48e3, 1.05, 2.7, 0.15, 3, 4.6),
+    32: Pace(0.2, 48e3, 0.65, 2.7, 0.15, 3, 4.6),
     64: Pace(0.45, 48e3, 1.36, 2.7, 0.15, 3, 4.6),
     128: Pace(0.45, 48e3, 1.1, 2.7, 0.15, 1, 4.6),
 }
@@ -67,13 +67,12 @@ TUNED_PACES = Pace(0.73, 70e3, 0.57, 3.2, 0.1), Pace(0.5, 46e3, 0.57, 3.2, 0.1)
 #: Splitting must be predicted to be faster by this share, as the other configs were measured. Of predictions this near to the
 #: least the one of the fewest parts is taken.
 MARGIN, AS_NEAR = 0.15, 0.01
-#: The portable kernel with keys in one part, up to so many rows a tile, where each program has a multiprocessor of its own:
-#: microseconds less, as O leaves once and nothing else loads; and its share, in place of MARGIN. Fitted to five such calls of
-#: random_calls.json.gz, and held to four of dense_forwards_behind.json.gz and dense_forwards.json.gz, which are within 8 %.
-ALONE_ROWS, ALONE_US, ALONE_MARGIN = 32, 1.0, 0.08
 #: The same of the warp-specialised kernel that splits keys, against whatever would serve otherwise: its four measured calls are
 #: estimated within 4 %.
 HOPPER_MARGIN = 0.08
+#: Calls of so few queries and keys, and of head dims above so many, fill a sixth of a Hopper tile's products or less. They are
+#: estimated next to what few_tiles says of the tuned kernel, which is near enough for a smaller margin: all nine raced calls.
+SHORT, SHORT_DIM, SHORT_MARGIN = 96, 128, 0.1
 #: Compute capabilities that the kernels and the constants were measured on.
 MEASURED_ON = (90,)
 #: Only calls of so few rows a key head, or of so few tiles of FULL_TILE rows a multiprocessor, are split: of others the tuned
@@ -150,6 +149,8 @@ def ordinary_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None = No
         TUNED_PACES[not hopper],
     )  # fmt: skip
     time = LAUNCH_US + _busy_us(problem, work, gpu)
+    if _short(problem) and (near := few_tiles.expected_us(problem, config, gpu.sm_count)) is not None:
+        return near
     if row is None or not forward_schedule.covers(variant):
         return time
     known = forward_schedule.expected_us(problem, row, config, gpu.sm_count)
@@ -172,15 +173,9 @@ def split_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     blocks = -(-_blocks(problem, rows_of_group, keys, programs <= gpu.sm_count * held) // splits)
     time = LAUNCH_US + _busy_us(problem, TileWork(programs, blocks, rows, keys, held, sharing, columns, pace), gpu)
     if splits == 1:
-        return time - ALONE_US if _is_alone(problem, config, gpu) else time
+        return time
     summed = 4 * splits * problem.batch * problem.heads_q * problem.seqlen_q * (problem.head_dim_v + 2)
     return time + pace.combine_us + 2 * summed / (gpu.hbm_gbs * 1e3)
-
-
-def _is_alone(problem: Problem, config: Config, gpu: Gpu) -> bool:
-    """Whether programs of the portable kernel are as ALONE_US has it."""
-    few = config["SPLITS"] == 1 and config["BLOCK_M"] <= ALONE_ROWS
-    return few and fwd_split.programs(problem, config) <= gpu.sm_count
 
 
 def _is_hopper(config: Config) -> bool:
@@ -246,6 +241,10 @@ def _fastest(problem: Problem, gpu: Gpu, configs: Iterable[Config]) -> tuple[flo
     return min(near, key=lambda one: (one[1]["SPLITS"], one[0]))
 
 
+def _short(problem: Problem) -> bool:
+    return max(problem.seqlen_q, problem.seqlen_k) <= SHORT and problem.head_dim > SHORT_DIM and problem.group == 1
+
+
 def _few(problem: Problem, gpu: Gpu) -> bool:
     tiles = problem.query_tiles(FULL_TILE) * problem.heads_q
     return problem.seqlen_q * problem.group <= FEW_ROWS or tiles <= IDLE_SHARE * gpu.sm_count
@@ -271,7 +270,7 @@ def config_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = None
     otherwise, split = ordinary_us(problem, config, gpu, row), None
     if few:
         time, found = best(problem, gpu)
-        if time < (1 - (ALONE_MARGIN if _is_alone(problem, found, gpu) else MARGIN)) * otherwise:
+        if time < (1 - (SHORT_MARGIN if _short(problem) else MARGIN)) * otherwise:
             otherwise, split = time, found
     if few_and_alike and (other := hopper_best(problem, gpu)) and other[0] < (1 - HOPPER_MARGIN) * otherwise:
         split = other[1]

@@ -39,7 +39,7 @@ from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, buck
 from fa2tune.spec.variant import Variant
 
 #: Microseconds that a packed forward takes besides a dense one: the kernel that orders the tiles, and the queue. Fitted, as the
-#: next three, to benchmarks/calls/random_packings_2.json, _3.json and packed_choices*.json.
+#: next three, to benchmarks/calls/random_packings_2.json and _3.json, packed_choices.json and _3.json.
 ORDER_US = 1.9
 #: What a packed tile takes longer with two Q tiles, in microseconds: perhaps as the queue tells late which one is next.
 SECOND_Q_US = 0.4
@@ -52,15 +52,17 @@ MEMORY_RATE = 0.75
 UNEVEN = 0.75
 #: Narrower head dims keep their rows' configs: at 64 those have tiles of 64 rows where they were measured to be faster.
 FEW_TILES_ABOVE = 64
-#: Tiles of another form than the row's must be predicted to be faster by this share: rows were not timed with packed calls.
-#: The second one: in a window.
-MARGIN, WINDOW_MARGIN = 0.08, 0.15
+#: Tiles of another form than the row's must be predicted to be faster by this share.
+MARGIN = 0.05
 #: Wider bands of heads in the backward must be by this share: with 16 heads they cost up to 13 % (docs/experiments/varlen.md),
 #: as they keep more of Q, dO and dQ in use at once; or by the other one, where all of that stays in the L2.
 BAND_MARGIN, NEAR_BAND_MARGIN = 0.15, 0.04
 #: Queries a sequence has on average, or keys that a query sees, below which the backward runs alone on the GPU: what would run
 #: overlapped takes a share of the multiprocessors that such sequences do not give back (docs/experiments/varlen.md).
 SHORT, FEW_KEYS = 1024, 512
+#: Whether backwards of up to ``fused_schedule.EARLY_START_US`` have each kernel started early, as dense calls have: not timed
+#: yet (docs/experiments/few-heads-packed.md).
+EARLY_START = False
 #: Share of the GPU's memory that float32 sums of dQ may take where most of their rows are padding.
 MOST_MEMORY = 1 / 32
 
@@ -86,7 +88,10 @@ def forms(problem: Problem, choice: Choice) -> list[Config]:
         return []
     if choice.variant.space is fwd.SPACE and problem.mask.measured and choice.row is not None:
         return [{**choice.config, "RESCALE": how} for how in ("lazy", choice.row.config["RESCALE"])]
-    return [apart(choice.config)] if covers_backward(choice.variant) and choice.config["BESIDE"] else []
+    if not covers_backward(choice.variant):
+        return []
+    found = [apart(choice.config)] if choice.config["BESIDE"] else []
+    return [*found, fused_schedule.started_early(apart(choice.config))] if EARLY_START else found
 
 
 # ---- the forward
@@ -200,8 +205,7 @@ def best(
     if (few := for_few_tiles(problem.specialization, gpu.arch)) is not None:
         able.setdefault(window_schedule.form(few), (row, few))
     least = min((fastest(*able[one]) for one in able if one != form), key=lambda one: one[0], default=(now, row, own))
-    margin = WINDOW_MARGIN if window_schedule.covers(problem) else MARGIN
-    us, row, config = least if least[0] < (1 - margin) * now else (now, row, own)
+    us, row, config = least if least[0] < (1 - MARGIN) * now else (now, row, own)
     return row, {**config, "HEADS_PER_WAVE": band(problem, config, gpu, us)}
 
 
@@ -244,7 +248,19 @@ def _in_use(problem: Problem, heads: int, parts: int) -> int:
 
 
 def of_backward(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choice:
-    """The fused Hopper backward for this call: as ``choice`` has it, or with the kernel alone on the GPU, or in wider bands."""
+    """The fused Hopper backward for this call: as ``choice`` has it, or with the kernel alone on the GPU, or in wider bands; a
+    short one with each kernel started early."""
+    found = _in_bands(problem, kernel, choice, gpu)
+    if not EARLY_START or found.config["BESIDE"] or problem.is_empty:
+        return found
+    early = replace(found, config=fused_schedule.started_early(found.config), otherwise=found.otherwise or found.config)
+    parts = group_parts_schedule.parts_of(problem, kernel, early, gpu)
+    short = fused_schedule.predicted_us(problem, early.config, gpu, parts) <= fused_schedule.EARLY_START_US
+    return early if short else found
+
+
+def _in_bands(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choice:
+    """As ``choice`` has it, or alone, or in wider bands."""
     if choice.config["BESIDE"] and alone(problem, choice.config):
         choice = replace(choice, config=apart(choice.config), otherwise=choice.config)
     if (problem.mask == FULL and problem.extent.given == 1) or problem.is_empty:  # all tiles are alike
