@@ -3,7 +3,7 @@ kernels of its own for all of it (one for few keys; those with dS in memory), wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fa2tune.calling.refusals import cannot_be_had
@@ -88,6 +88,17 @@ def whole(
     return None, ""
 
 
+def without(
+    problem: Problem, strategy: str, choices: Mapping[str, Choice], divided: Division, softmax_scale: float
+) -> Callable[..., BackwardPlan]:
+    """As ``StoredDsPlan`` has it. Holds no tensors."""
+
+    def planned(*tensors: Any) -> BackwardPlan:
+        return BackwardPlan(problem, *tensors, softmax_scale, strategy, choices, divided.groups)
+
+    return planned
+
+
 def backward_plan(
     problem: Problem, strategy: str, choices: Mapping[str, Choice], gpu: Gpu, given: Mapping[str, Any], may_split: bool
 ) -> BackwardPlan | WholePlan:
@@ -104,7 +115,10 @@ def backward_plan(
     if found is not None and not refused:
         make = OneTilePlan if found.kernel == one_key_tile.KERNEL else StoredDsPlan
         try:
-            return make(problem, **given, config=found.config)
+            made = make(problem, **given, config=found.config)
+            if isinstance(made, StoredDsPlan):
+                made.without = without(problem, strategy, choices, divided, given["softmax_scale"])
+            return made
         except Exception as error:
             if not cannot_be_had(error):
                 raise

@@ -9,7 +9,7 @@ however many slices. Which calls, and how many: ``calling/schedules/stored_ds_sc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,11 +22,13 @@ from fa2tune.launching.cuda import Chain, Launch
 from fa2tune.launching.launch import Strides, Workspace, bind, form, strides_of
 from fa2tune.launching.passes import placed
 from fa2tune.launching.whole_backward import WholePlan
+from fa2tune.logs import warn_once
 from fa2tune.search_spaces.sm90 import bwd_dkdv_ds
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
 
 KERNEL = "sm90/bwd_dkdv_ds"
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  #: dq, dk, dv
 #: Tensors that have query heads and those that have key heads.
 _OF_QUERIES, _OF_KEYS = ("q", "o", "do", "dq"), ("k", "v", "dk", "dv")
 _OF_ROWS = ("lse", "delta")  #: of query heads, float32, contiguous
@@ -139,6 +141,26 @@ def bound(
 
 
 class StoredDsPlan(WholePlan):
-    """Needs head dims above 128, and memory for dS of a slice."""
+    """Needs head dims above 128, and memory for dS of a slice. Where that is not there, ``without`` makes the plan that serves
+    from then on: (do, dlse, q, k, v, o) -> a plan. In a CUDA graph's capture, and without it, running out of memory is an
+    error, as ever."""
 
     bound = staticmethod(bound)
+    without: Callable[..., Callable[..., Gradients]] | None = None
+    instead: Callable[..., Gradients] | None = None
+
+    def __call__(
+        self, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        o: torch.Tensor, lse: torch.Tensor,
+    ) -> Gradients:  # fmt: skip
+        if self.instead is None:
+            try:
+                return super().__call__(do, dlse, q, k, v, o, lse)
+            except torch.OutOfMemoryError:
+                if self.without is None or torch.cuda.is_current_stream_capturing():
+                    raise
+            warn_once("no memory for dS of a backward: split kernels serve such calls, with less memory and speed")
+            self.instead = self.without(
+                do, dlse, q, k, v, o
+            )  # behind the error, which holds what was allocated before it
+        return self.instead(do, dlse, q, k, v, o, lse)

@@ -11,6 +11,8 @@ REGISTERS = 240  #: a thread of a consumer group
 #: read K more often.
 THREE_GROUPS = 192
 MOST_SLICES = 256
+SECTOR = 16  #: elements of 32 bytes
+MOST_STAGES = 4
 
 
 def fits(spec: Specialization, arch: int) -> bool:
@@ -29,12 +31,17 @@ def config_of(spec: Specialization, stages: int = 2, p_stages: int = 1, heads: i
 
 
 def of_row(problem: Problem, config: Config) -> Config:
-    """That of a call whose row of kernels/sm90/bwd_dkdv.py has this config. Two groups make dQ of up to 128 rows a head."""
+    """That of a call whose row of kernels/sm90/bwd_dkdv.py has this config. Rows that begin in the midst of a sector of 32
+    bytes are slow to load, so as many tiles as fit are under way (docs/experiments/split-backward.md). Two groups make dQ of up
+    to 128 rows a head."""
     spec, stages, p_stages = problem.specialization, config["STAGES"], config["P_STAGES"]
     found = config_of(spec, stages, p_stages, config["HEADS_PER_WAVE"])
     while shared_bytes(found, spec) > SHARED_BYTES:
         stages, p_stages = (stages, p_stages - 1) if p_stages > 1 else (stages - 1, p_stages)
         found = {**found, "STAGES": stages, "P_STAGES": p_stages}
+    if spec.head_dim % SECTOR or spec.head_dim_v % SECTOR:
+        more = ({**found, "STAGES": count, "P_STAGES": 1} for count in range(MOST_STAGES, stages, -1))
+        found = next((one for one in more if shared_bytes(one, spec) <= SHARED_BYTES), found)
     return {**found, "DQ_GROUPS": 2} if problem.seqlen_q <= 2 * BLOCK else found
 
 
@@ -55,7 +62,7 @@ SPACE = SearchSpace(
     dimensions={
         "BLOCK_M": (BLOCK,),
         "BLOCK_N": (BLOCK,),
-        "STAGES": (2, 3, 4),  # tiles of Q and dO under way
+        "STAGES": tuple(range(2, MOST_STAGES + 1)),  # tiles of Q and dO under way
         "P_STAGES": (1, 2),  # tiles of P on their way from one group to the other
         "HEADS_PER_WAVE": (1, 2, 4, 8, 16, 64),
         "DQ_GROUPS": (2, 3),  # of the kernel behind it
