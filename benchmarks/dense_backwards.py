@@ -319,13 +319,10 @@ def stored_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     }  # fmt: skip
     for name, change in changes.items():
         changed = {**config, **change}
-        able = kernel.space.broken(changed, problem.specialization, gpu.arch) is None
+        changed["SLICES"] = len(stored_ds.slices(problem, changed["SLICES"]))  # fewer where heads come out even
         one = {FUSED_KERNEL: (Choice(kernel, changed), 1)}, ""
-        if (
-            able
-            and len(stored_ds.slices(problem, changed["SLICES"])) >= changed["SLICES"]
-            and (name == "dS in memory" or one not in found.values())
-        ):
+        able = kernel.space.broken(changed, problem.specialization, gpu.arch) is None
+        if able and (name == "dS in memory" or one not in found.values()):
             found[name] = one
     return found
 

@@ -21,10 +21,10 @@ config as packed calls had it before (``packed_schedule``), the other forms, and
 row's config with groups in 1, 2, 4 and 8 parts, heads in its own bands and in one, with the prologue or the epilogue apart, and
 the choice; of the second: the choice and what differs from it in one respect (``beside_choice``). 5 is BEHIND, backward alone:
 drawn calls of the third and fourth drawing that were behind the fastest peer, in other bands of heads, in the loops of the rows
-of other lengths, and with each kernel started early (``behind_peers``). Each result is compared with
-float32 arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each candidate is a CUDA graph; replays are
-interleaved; the file holds medians of seven bursts in microseconds a call, and what the peers took when the calls were drawn.
-Needs a GPU of compute capability 9.0.
+of other lengths, and with each kernel started early (``behind_peers``); where one sequence has all tokens, as a dense call,
+too. Each result is compared with float32 arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each
+candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in microseconds a call, and what the
+peers took when the calls were drawn. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -374,6 +374,16 @@ def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
         found = back(gradient, None, *views, whole, lse, *starts)
         check(name, dict(zip(("dq", "dk", "dv"), map(passes.without_batch, found), strict=True)))
         calls["bwd"][name] = lambda back=back: back(gradient, None, *views, whole, lse, *starts)
+    if drawing == BEHIND_PEERS and max(packing.of_q) == sum(packing.of_q) and max(packing.of_k) == sum(packing.of_k):
+        # all tokens in one sequence are a dense call, too: what packing costs
+        choice, parts = named["bwd"]["chosen"]
+        posed_dense = passes.describe(*views, packing.mask, scale, o=whole, do=gradient)
+        dense = passes.BackwardPlan(
+            posed_dense, gradient, None, *views, whole, scale, FUSED, {KERNEL: choice}, {KERNEL: parts}
+        )
+        found = dense(gradient, None, *views, whole, lse)
+        check("dense", dict(zip(("dq", "dk", "dv"), map(passes.without_batch, found), strict=True)))
+        calls["bwd"]["chosen, dense"] = lambda: dense(gradient, None, *views, whole, lse)
     stream = torch.cuda.Stream()
     return {
         pass_: dict(zip(these, (round(us, 1) for us in race(list(these.values()), stream, BURST_MS)), strict=True))
