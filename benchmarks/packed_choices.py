@@ -300,7 +300,7 @@ def behind_peers(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]
         early = config.get("EARLY_START", False)
         others["one after the other" if early else "started early"] = {**config, "EARLY_START": not early}
     heads_kv = problem.heads_kv * parts
-    for heads in (ONE_BAND, 4, 8, 1):
+    for heads in (ONE_BAND, 16, 4, 8, 1):
         if any(min(heads, heads_kv) == min(one["HEADS_PER_WAVE"], heads_kv) for one in others.values()):
             continue
         others[f"{heads} heads a band"] = {**config, "HEADS_PER_WAVE": heads}

@@ -99,6 +99,7 @@ LONG_PACKED = packed((16, 16), 9898, 15, 2048, 128, FULL), packed((32, 32), 1770
 
 @pytest.mark.parametrize("problem", SHORT_PACKED, ids=str)
 def test_short_packed_backwards_where_it_is_on(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
+    monkeypatch.setattr(packed_schedule, "EARLY_START", False)
     own = choices(problem)["bwd_fused"]
     assert not own.config.get("EARLY_START") and not own.config["BESIDE"]
     monkeypatch.setattr(packed_schedule, "EARLY_START", True)
@@ -119,7 +120,8 @@ def test_long_packed_backwards_do_not(monkeypatch: pytest.MonkeyPatch, problem: 
 
 
 @pytest.mark.usefixtures("early")
-def test_other_masks_packed_calls_and_no_queries() -> None:
+def test_other_masks_packed_calls_and_no_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_schedule, "EARLY_START", False)  # of packed calls a switch of their own
     packed = Problem("bf16", 1, 3, 3, 640, 640, 128, 128, FULL, extent=Extent(RAGGED, 4, 0))
     wide = Problem("bf16", 1, 3, 3, 640, 640, 256, 256, FULL, extent=Extent(RAGGED, 4, 0))
     for problem in (packed, wide, posed(1, 2, 500, 500, 64, band(100, 0)), posed(1, 2, 0, 500, 64, FULL)):

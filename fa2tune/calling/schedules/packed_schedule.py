@@ -61,7 +61,7 @@ BAND_MARGIN, NEAR_BAND_MARGIN = 0.15, 0.04
 #: overlapped takes a share of the multiprocessors that such sequences do not give back (docs/experiments/varlen.md).
 SHORT, FEW_KEYS = 1024, 512
 #: Whether backwards of up to ``fused_schedule.EARLY_START_US`` have each kernel started early, as dense calls have: not timed
-#: yet (docs/experiments/few-heads-packed.md).
+#: yet (docs/experiments/packed-backward.md).
 EARLY_START = False
 #: Share of the GPU's memory that float32 sums of dQ may take where most of their rows are padding.
 MOST_MEMORY = 1 / 32
