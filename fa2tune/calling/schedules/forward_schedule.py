@@ -17,7 +17,7 @@ from dataclasses import replace
 from fa2tune.calling.schedules import few_tiles
 from fa2tune.calling.schedules.tile_order import TILE_ORDERS, busiest, columns_of_parts
 from fa2tune.rows.row import Row
-from fa2tune.search_spaces.sm90.fwd import SPACE, suited
+from fa2tune.search_spaces.sm90.fwd import SPACE, suited, without_norms
 from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
@@ -143,9 +143,13 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
         return row, config
     if (now := few_tiles.expected_us(problem, config, sm_count)) is not None:
         least = now  # by the constants that the other forms have
-    few = few_tiles.best(problem, row.key.arch, sm_count)
-    most = (1 - margin) * least
-    return row, few[1] if few is not None and few[0] < most else config
+    others = [few] if (few := few_tiles.best(problem, row.key.arch, sm_count)) is not None else []
+    if config["RESCALE"] == "never":  # with maxima, which are faster where keys are few, or columns many
+        maxima = without_norms(config)
+        if (time := few_tiles.expected_us(problem, maxima, sm_count)) is not None:
+            others.append((time, maxima))
+    time, other = min(others, key=lambda one: one[0], default=(math.inf, config))
+    return row, other if time < (1 - margin) * least else config
 
 
 def _fastest(found: Iterable[tuple[float, Row, Config]]) -> tuple[float, Row, Config]:
@@ -155,8 +159,10 @@ def _fastest(found: Iterable[tuple[float, Row, Config]]) -> tuple[float, Row, Co
 
 
 def is_for_few_tiles(problem: Problem, config: Config, row: Row) -> bool:
-    """Whether a config that ``best`` gives is one of ``few_tiles.configs`` and not the row's."""
-    return config != suited(problem, row.config) and few_tiles.is_offered(problem.specialization, config, row.key.arch)
+    """Whether a config that ``best`` gives is one of ``few_tiles.configs`` and not the row's, or the row's with maxima."""
+    own = suited(problem, row.config)
+    offered = few_tiles.is_offered(problem.specialization, config, row.key.arch)
+    return config != own and (offered or config["RESCALE"] != own["RESCALE"])
 
 
 def expected_us(problem: Problem, row: Row, config: Config, sm_count: int) -> float | None:
