@@ -6,6 +6,7 @@ from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SIXTEEN_BIT, TMA_ADD
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
 from fa2tune.spec.variant import Constraint, SearchSpace, added
 
+SECTOR = 16  #: elements of 32 bytes
 ROWS = 64  #: query rows of a consumer group
 #: maxnreg, the registers a thread gets at launch -> programs that a multiprocessor holds at once; 0: as many as one may have.
 PROGRAMS = {0: 1, 128: 2, 80: 3}
@@ -120,6 +121,18 @@ def of_tiles(spec: Specialization, rows: int, keys: int, maxnreg: int) -> Config
     if _live_registers(config, spec) > registers(config) - SPARE_REGISTERS:
         config["Q_IN_REGISTERS"] = False
     return _with_room(spec, config)
+
+
+def third_stage(spec: Specialization, config: Config) -> Config | None:
+    """The config with a third stage of K and V in O's memory, O through Q's, for head dims whose rows begin in the midst of a
+    sector of 32 bytes, which are slow to load; None: there is room for both, or for neither."""
+    if not (spec.head_dim % SECTOR or spec.head_dim_v % SECTOR) or config["BLOCK_M"] != 2 * ROWS:
+        return None
+    found = {**config, "STAGES": 3, "O_THROUGH": "q"}
+    if _shared_bytes(config, spec, 3, "own") <= _shared_limit(config) or config["Q_STAGES"] != 1:
+        return None
+    fits = _o_has_the_shape(spec, found) and _shared_bytes(config, spec, 3, "q") <= _shared_limit(config)
+    return found if fits else None
 
 
 def few_tiles(spec: Specialization) -> Config:
@@ -314,9 +327,12 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "o_has_room_of_its_own",
-            "O in halves or in Q's memory waits for its own stores; where two stages of K and V leave room for O, it need not",
+            "O in halves or in Q's memory waits for its own stores; where two stages of K and V leave room for O, it need not, "
+            "but where rows begin within a sector of 32 bytes, a third stage may be worth it",
             lambda config, spec, arch: (
-                config["O_THROUGH"] == "own" or _shared_bytes(config, spec, 2, "own") > _shared_limit(config)
+                config["O_THROUGH"] == "own"
+                or _shared_bytes(config, spec, 2, "own") > _shared_limit(config)
+                or config == third_stage(spec, config)
             ),
         ),
     ),

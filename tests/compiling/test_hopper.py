@@ -193,7 +193,7 @@ def of_few_tiles() -> Iterator[Case]:
     """The forward of calls of few tiles, which no row names."""
     for dims, mask in (
         ((32, 32), "full"), ((48, 48), "causal"), ((64, 64), "full"), ((80, 80), "causal"), ((96, 96), "full"),
-        ((128, 128), "causal"), ((160, 160), "full"), ((72, 144), "causal"), ((192, 128), "full"),
+        ((128, 128), "causal"), ((160, 160), "full"), ((72, 144), "causal"), ((192, 128), "full"), ((168, 168), "causal"),
     ):  # fmt: skip
         spec = bf16(*dims, mask)
         for config in few_tiles.configs(spec, 90):

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from fa2tune.calling.schedules.tile_order import busiest, columns_of_parts
 from fa2tune.rows.row import Row
-from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, of_tiles, suited
+from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, of_tiles, suited, third_stage
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
 
@@ -51,6 +51,10 @@ LAUNCH_US, SECOND_Q_US = {1: 3.41, 2: 2.97, 3: 3.01}, 0.48
 NEVER, NEVER_UNMASKED, NEVER_START, NEVER_START_WIDER = (0.85, 0.93, 1.05), (0.85, 0.85, 1.05), 0.72, 0.36
 NEVER_US, NEVER_BYTES_PER_US = 2.5, 2.47e6
 NORMS_US, NORMS_BYTES_PER_US = 4.0, 3.0e6
+#: With a third stage in O's memory, where rows begin in the midst of a sector: a block's time, and microseconds more a tile,
+#: whose end waits for O. Fitted to seven calls at 168 and 184 (dense_forwards_wide.json); at 176 and 192 tiles of few blocks
+#: lost 12 %, and long ones gained 0 to 5.
+THIRD_STAGE, THIRD_STAGE_START = 0.92, 1.0
 #: Rows that begin in the midst of a sector of 32 bytes, those of head dims that are no multiples of 16, are slow to load, the
 #: more so the more often tiles load K and V: rows of a tile -> head dim -> so many times as long a block took; 0: of others
 #: (docs/experiments/few-tiles.md).
@@ -111,6 +115,9 @@ def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | N
         block *= _at(NEVER_UNMASKED if unmasked else NEVER, min(max(wide, 128), 384))
         start += NEVER_START + NEVER_START_WIDER * (wide / 128 - 1)
         launch += NEVER_US + _bytes_of_k(problem) / NEVER_BYTES_PER_US
+    if config == third_stage(problem.specialization, config):
+        block *= THIRD_STAGE
+        start += THIRD_STAGE_START
     return launch, block * sector_cost(problem, config), start
 
 
@@ -134,8 +141,9 @@ def norms_us(problem: Problem) -> float:
 
 @lru_cache(maxsize=1024)
 def configs(spec: Specialization, arch: int) -> tuple[Config, ...]:
-    """Those of OFFERED and NEVER_OFFERED that these head dims leave room for."""
+    """Those of OFFERED and NEVER_OFFERED that these head dims leave room for, and with a third stage."""
     found = [of_tiles(spec, *form) for form in OFFERED]
+    found += [third for config in found if (third := third_stage(spec, config)) is not None]
     found += [{**of_tiles(spec, *form), "RESCALE": "never"} for form in NEVER_OFFERED]
     return tuple(config for config in found if SPACE.broken(config, spec, arch) is None)
 
