@@ -341,9 +341,7 @@ def turn_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     base = turns_schedule.config_of(problem, plain, gpu)
     most = min(turns_schedule.MOST_HEADS, problem.batch * problem.heads_kv)
     heads = min(base["HEADS_PER_WAVE"], most)
-    changes: dict[str, dict[str, Any]] = {
-        "behind": {}, "early": {"IN_ORDER": bwd_fused.EARLY}, "late": {"IN_ORDER": bwd_fused.LATE},
-    }  # fmt: skip
+    changes: dict[str, dict[str, Any]] = {"early": {}}
     changes |= {f"bands of {n}": {"HEADS_PER_WAVE": n} for n in (heads // 2, heads * 2) if 1 <= n <= most}
     changes["no order"] = {"IN_ORDER": False}
     for name, change in changes.items():

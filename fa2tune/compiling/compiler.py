@@ -322,13 +322,13 @@ def around(variant: Variant, spec: Specialization, config: Config, arch: int) ->
     """The kernels that run right before a config's, and right after it, with their own configs."""
     passed = variant.passes_on(spec, config)
 
-    def with_configs(names: list[str]) -> KernelSequence:
+    def with_configs(names: list[str], more: Config) -> KernelSequence:
         found = map(variant_named, names)
-        return [(one, {**one.space.default(spec, arch), **passed}) for one in found]
+        return [(one, {**one.space.default(spec, arch), **passed, **more}) for one in found]
 
     packed = variant.packed_before if spec.ragged else ()
     before, after = (variant.runs_with(config, names) for names in (variant.before, variant.after))
-    return with_configs([*before, *packed]), with_configs(after)
+    return with_configs([*before, *packed], variant.passes_before(spec, config)), with_configs(after, {})
 
 
 def tool(name: str) -> str:

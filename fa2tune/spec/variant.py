@@ -168,6 +168,8 @@ class Variant:
     #: of those before it, the ones that packed calls alone want, whatever ``surrounded`` says
     packed_before: tuple[str, ...] = ()
     passes_on: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
+    #: besides, to those before it alone
+    passes_before: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
     #: (config, path) -> whether a config wants this one of them
     surrounded: Callable[[Config, str], bool] = field(default=lambda config, name: True)
     #: whether a config's kernel may start while the one before it runs, and itself waits for what that one makes

@@ -21,7 +21,6 @@ from fa2tune.kernels.lib.hopper_fused import (
 from fa2tune.kernels.lib.hopper_tiles import first_number, laps_behind, laps_of, next_tile, received_number
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
-EARLY, BEHIND = gl.constexpr(space.EARLY), gl.constexpr(space.BEHIND)
 #: Tiles that may be done before they are counted, and one: taking is never more than two ahead of counting.
 DONE = gl.constexpr(4)
 
@@ -149,9 +148,6 @@ _NEXT = gl.constexpr(
 )
 #: Once all lanes have seen it: what was seen added before this, adding follows.
 _BEHIND = gl.constexpr("bar.warp.sync 0xffffffff; fence.proxy.async; mov.b32 $0, 0;")
-#: As _ALL_ADDED, but for the last one or two additions.
-_ADDED_BUT_ONE = gl.constexpr("cp.async.bulk.wait_group 1; bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
-_ADDED_BUT_TWO = gl.constexpr("cp.async.bulk.wait_group 2; bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -202,9 +198,9 @@ def _await_turn(seen, due, turns, turn):
 
 
 @gluon.jit
-def _pass_turn(turns, turn, number, ADDED: gl.constexpr):
-    """What this warp has added, as ADDED has it, is there; the key tile below may add."""
-    do_once(ADDED)
+def _pass_turn(turns, turn, number):
+    """What this warp has added is there; the key tile below may add."""
+    do_once(_ALL_ADDED)
     gl.inline_asm_elementwise(
         _NEXT, "=r,l,r", [(turns + turn).to(gl.int64), number + 1], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -219,12 +215,9 @@ def add(sums, counts, smem, channel, tiles_done, call, form):
     [Hq, rows_padded / CHUNK], of each sequence that where its rows start; behind them how many programs are done, and 1 once
     all are.
 
-    IN_ORDER BEHIND: a block's turn is passed on behind the next block's addition, and so behind its turn, too. No tile waits
-    for ever: each waits for the one above only, which was taken before it and never waits for one below. And before it waits
-    for a turn that is not there yet, it passes on what it has."""
+    IN_ORDER: the next block's turn is looked at while TMA still reads this block's addition. No tile waits for ever: each waits
+    for the one above only, which was taken before it and never waits for one below."""
     laps = laps_of(call, form)
-    PASSES_BEHIND: gl.constexpr = form.IN_ORDER == BEHIND
-    LOOKS_EARLY: gl.constexpr = form.IN_ORDER >= EARLY
     if form.COUNTS or form.EARLY_START:
         do_once(_START_FINISH)
     if form.EARLY_START and form.ADDS:
@@ -243,7 +236,6 @@ def add(sums, counts, smem, channel, tiles_done, call, form):
                 if form.IN_ORDER:
                     first_of_above = _first_of_above(tile, call, form)
                     seen = _look_at(0, total, n_blocks, first_of_above, number + 2, counts, tile, call, form)
-                    kept = -1  # the turn that is not passed on yet
                 for i in range(total):
                     h = tile.h_kv * call.group + i // n_blocks
                     place = tile.first + i % n_blocks
@@ -251,15 +243,11 @@ def add(sums, counts, smem, channel, tiles_done, call, form):
                     row = block * form.BLOCK_M + tile.own_row
                     if form.IN_ORDER:
                         turn = _turn_of(h, block, tile, call, form)
-                        if PASSES_BEHIND:
-                            if (seen != number + 2) & (kept >= 0):
-                                _pass_turn(counts, kept, number, _ALL_ADDED)
-                                kept = -1
                         _await_turn(seen, number + 2, counts, turn)
                     if form.CONCATENATED:
                         meet(PIECE_READY, GROUPS_AND_WARP)
                         tma_reduce_add(sums, [tile.b, h, row, 0], smem.dq.index(0))
-                        if LOOKS_EARLY:
+                        if form.IN_ORDER:
                             seen = _look_at(
                                 i + 1, total, n_blocks, first_of_above, number + 2, counts, tile, call, form
                             )
@@ -269,23 +257,14 @@ def add(sums, counts, smem, channel, tiles_done, call, form):
                         for c in gl.static_range(GROUPS):
                             meet(PIECE_READY + c, GROUP_AND_WARP)
                             add_piece(sums, smem.dq, tile.b, h, row, c, form.BLOCK_M)
-                            if LOOKS_EARLY and c == GROUPS - 1:
+                            if form.IN_ORDER and c == GROUPS - 1:
                                 seen = _look_at(
                                     i + 1, total, n_blocks, first_of_above, number + 2, counts, tile, call, form
                                 )
                             tma_store_wait(0)
                             come(PIECE_GONE + c, GROUP_AND_WARP)
-                    if PASSES_BEHIND:
-                        if kept >= 0:
-                            _pass_turn(counts, kept, number, _ADDED_BUT_ONE if form.CONCATENATED else _ADDED_BUT_TWO)
-                        kept = turn
-                    elif form.IN_ORDER:
-                        _pass_turn(counts, turn, number, _ALL_ADDED)
-                    if form.IN_ORDER and not LOOKS_EARLY:
-                        seen = _look_at(i + 1, total, n_blocks, first_of_above, number + 2, counts, tile, call, form)
-                if PASSES_BEHIND:
-                    if kept >= 0:
-                        _pass_turn(counts, kept, number, _ALL_ADDED)
+                    if form.IN_ORDER:
+                        _pass_turn(counts, turn, number)
             if form.COUNTS:
                 if tile.alive:
                     if form.ADDS:

@@ -292,9 +292,9 @@ def bwd_fused_hopper_kernel(
     Behind them, only if FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head
     (sm90/bwd_finish.py). EARLY_START: it may start once all programs of the kernel before have, and so may the kernel
     behind it; before a thread reads terms or the counter, or adds to the workspace, it waits for the end of the kernel
-    before. IN_ORDER, one of ORDERS (search_spaces/sm90/bwd_fused.py): the key tiles of a head add to a block of dQ one after
-    the other, the last keys first, so sums have the same bits on every run. Behind counter[0] lies a turn for each 64 rows,
-    [B, Hq, rows_padded / 64] int32: 0, then one more than the number of the key tile that has added last.
+    before. IN_ORDER: the key tiles of a head add to a block of dQ one after the other, the last keys first, so sums have the
+    same bits on every run. Behind counter[0] lies a turn for each 64 rows, [B, Hq, rows_padded / 64] int32: 0, then one more
+    than the number of the key tile that has added last.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on;
     rows of terms and sums are those of kernels/lib/hopper_packed.py. Keys behind the last sequence: dk = dv = 0."""
@@ -437,7 +437,8 @@ VARIANT = Variant(
         "SUM_COLUMNS": space.columns(spec, config), "PERMUTED_COLUMNS": space.permuted_columns(spec, config),
         "FINISH_BESIDE": config["FINISH_BESIDE"],
         **({"USED_COLUMNS": sum(space.parts(spec, config))} if config.get("IN_PARTS") else {}),
-        **{name: True for name in ("EARLY_START", "IN_ORDER") if config.get(name)}},
+        **({"EARLY_START": True} if config.get("EARLY_START") else {})},
+    passes_before=lambda spec, config: {"IN_ORDER": True} if config.get("IN_ORDER") else {},
     workspaces=_workspaces,
     scalars=_scalars,
     fitted=space.fitted,

@@ -18,9 +18,6 @@ REGISTERS = 240  #: that a consumer thread gets: what 64 Ki leave beside a produ
 TERMS = 8  #: bfloat16 numbers a row, in memory, that lse or delta is the sum of
 TERM_COLUMNS = 16  #: and in shared memory, where one step of a wgmma adds them up
 TURN_ROWS = 64  #: of dQ, to which key tiles add in turns with IN_ORDER
-#: IN_ORDER: how the warp that adds takes turns. LATE: it looks at a turn when it has passed on the one before. EARLY: when the
-#: addition before is asked for. BEHIND: so, and it passes a block's turn on when the next block's addition is asked for.
-ORDERS = LATE, EARLY, BEHIND = 1, 2, 3
 CHUNK = 128  #: query rows that kernels/sm90/bwd_beside.py signals at once
 #: Keys whose products with a query row take one multiprocessor as long as preparing that row beside others: 45 to 60 measured
 #: (docs/experiments.md), and some more, as main waits for what is late
@@ -258,7 +255,7 @@ SPACE = SearchSpace(
         # each kernel started before the one before it ends, for whose end it waits; not searched: calls of a few microseconds
         # have it (fa2tune/calling/schedules/fused_schedule.py)
         "EARLY_START": added(False, older=False),
-        # or one of ORDERS: key tiles add to dQ in a fixed order; not searched: deterministic calls have it
+        # key tiles add to dQ in a fixed order; not searched: deterministic calls have it
         # (fa2tune/calling/schedules/turns_schedule.py)
         "IN_ORDER": added(False, older=False),
         "HEADS_PER_WAVE": (1, 4, 8, 16, 32),
@@ -367,11 +364,7 @@ SPACE = SearchSpace(
             "and adds to dQ; kernels that overlap count tiles, not turns",
             lambda config, spec, arch: (
                 not config["IN_ORDER"]
-                or (
-                    config["IN_ORDER"] in ORDERS
-                    and not spec.ragged
-                    and all(config[name] == value for name, value in TURNS.items())
-                )
+                or (not spec.ragged and all(config[name] == value for name, value in TURNS.items()))
             ),
         ),
         Constraint(

@@ -78,7 +78,7 @@ def test_it_lists_what_it_would_time() -> None:
     assert "half blocks, chosen" in done.output and "at a time, dQ first" in done.output
 
 
-@pytest.mark.parametrize(("forms", "name"), [("apart", "V apart"), ("stored", "dS in memory"), ("turns", "behind")])
+@pytest.mark.parametrize(("forms", "name"), [("apart", "V apart"), ("stored", "dS in memory"), ("turns", "early")])
 def test_forms_are_timed_next_to_what_serves(forms: str, name: str) -> None:
     calls, made = backwards.FORMS[forms]
     for problem, _ in calls.values():

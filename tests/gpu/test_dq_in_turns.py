@@ -13,7 +13,6 @@ import fa2tune
 from fa2tune.calling import choosing, dispatch
 from fa2tune.calling.schedules import turns_schedule
 from fa2tune.measuring import reference, verify
-from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import FUSED
 
@@ -33,11 +32,11 @@ CALLS: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.fixture(autouse=True, params=[bwd_fused.EARLY, bwd_fused.BEHIND], ids=["early", "behind"])
-def serves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(turns_schedule, "SERVES", (64, 128))
+@pytest.fixture(autouse=True)
+def serves(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(turns_schedule, "SERVES", {64: 0, 128: 0})
+    monkeypatch.setattr(turns_schedule, "GROUPED", 128)
     monkeypatch.setattr(turns_schedule, "LEAST_ROUNDS", 0)
-    monkeypatch.setattr(turns_schedule, "ORDER", request.param)
     dispatch.reload()
     yield
     dispatch.reload()
@@ -59,21 +58,21 @@ def inputs(call: tuple[Any, ...]) -> reference.Inputs:
 class Backward:
     def __init__(self, call: tuple[Any, ...]) -> None:
         self.mask, self.given = call[-1], inputs(call)
-        self.q, self.k, self.v = (one.detach().requires_grad_() for one in (self.given.q, self.given.k, self.given.v))
-        self.o, self.lse = self._forward()
-        problem = dispatch.passes.describe(self.q, self.k, self.v, self.mask, 0.1, o=self.o, do=self.given.do)
+        self.leaves, self.found = self._forward()
+        problem = dispatch.passes.describe(*self.leaves, self.mask, 0.1, o=self.found[0], do=self.given.do)
         strategy, choices = choosing.choose_backward(choosing.Chooser(problem, dispatch.gpu_of(0)), True)
         assert strategy == FUSED and choices["bwd_fused"].config["IN_ORDER"]
 
     def _forward(self) -> Any:
-        return fa2tune.attention(self.q, self.k, self.v, mask=self.mask, deterministic=True, return_lse=True)
+        """From leaves of its own, since what adds up a leaf's gradient belongs to the stream of its first forward."""
+        leaves = [one.detach().requires_grad_() for one in (self.given.q, self.given.k, self.given.v)]
+        return leaves, fa2tune.attention(*leaves, mask=self.mask, deterministic=True, return_lse=True)
 
-    def _backward(self, o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = self.given
-        return torch.autograd.grad((o, lse), (self.q, self.k, self.v), (given.do, given.dlse), retain_graph=True)
+    def _backward(self, leaves: Any, found: Any) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(found, leaves, (self.given.do, self.given.dlse), retain_graph=True)
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
-        return self._backward(self.o, self.lse)
+        return self._backward(self.leaves, self.found)
 
     def here(self) -> tuple[torch.Tensor, ...]:
         """On the current stream: PyTorch runs a backward on the stream of its forward."""

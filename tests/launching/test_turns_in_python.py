@@ -22,18 +22,17 @@ from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import Problem
 
-TURNS: dict[str, Any] = {**bwd_fused.TURNS, "IN_ORDER": bwd_fused.BEHIND, "EXPONENTIALS_FIRST": False}
+TURNS: dict[str, Any] = {**bwd_fused.TURNS, "IN_ORDER": True, "EXPONENTIALS_FIRST": False}
 CALLS = [
-    (Call(((130, 150),), (2, 1), (128, 128), CAUSAL), {"BLOCK_M": 64, "num_warps": 4, "IN_ORDER": bwd_fused.EARLY}),
+    (Call(((130, 150),), (2, 1), (128, 128), CAUSAL), {"BLOCK_M": 64, "num_warps": 4}),
     (Call(((330, 650),), (2, 1), (128, 128), CAUSAL), {"BLOCK_M": 64, "num_warps": 8}),
     (Call(((300, 500),), (2, 2), (64, 64), FULL, batch=2), {"BLOCK_M": 128, "num_warps": 4}),
     (Call(((500, 300),), (4, 2), (64, 64), CAUSAL), {"BLOCK_M": 128, "num_warps": 4, "HEADS_PER_WAVE": 32}),
     (Call(((500, 300),), (4, 2), (40, 64), TOP_LEFT), {"BLOCK_M": 128, "num_warps": 4, "HEADS_PER_WAVE": 1}),
-    (Call(((150, 700),), (1, 1), (104, 128), FULL), {"BLOCK_M": 64, "num_warps": 8, "IN_ORDER": bwd_fused.LATE}),
+    (Call(((150, 700),), (1, 1), (104, 128), FULL), {"BLOCK_M": 64, "num_warps": 8}),
 ]
 every = pytest.mark.parametrize(("call", "form"), CALLS, ids=str)
 some = pytest.mark.parametrize(("call", "form"), CALLS[1:4], ids=str)
-orders = pytest.mark.parametrize("order", bwd_fused.ORDERS)
 
 
 @pytest.fixture
@@ -67,10 +66,9 @@ def test_groups_in_parts(gpu: PythonGpu) -> None:
     check_backward(gpu, call, {**TURNS, "BLOCK_M": 128, "num_warps": 4}, parts=2)
 
 
-@orders
 @some
 def test_key_tiles_come_from_the_last_to_the_first(
-    monkeypatch: pytest.MonkeyPatch, call: Call, form: dict[str, Any], order: int
+    monkeypatch: pytest.MonkeyPatch, call: Call, form: dict[str, Any]
 ) -> None:
     """At each block of a head's dQ: a turn is passed on with the tile's number and one, when nothing is still to be added."""
     passed: dict[int, list[int]] = defaultdict(list)
@@ -88,12 +86,12 @@ def test_key_tiles_come_from_the_last_to_the_first(
         store(pointer, value, mask)
 
     monkeypatch.setattr(kernels_in_python, "store_words", seen)
-    gradients(monkeypatch, call, {**form, "IN_ORDER": order})
+    gradients(monkeypatch, call, form)
     blocks = -(-call.rows[0] // rows)
     assert sum(len(turns) > 1 for turns in passed.values()) > blocks // 2
     for turns in passed.values():
         assert turns == [*range(turns[0], 0, -1)], "down to the first tile, one by one"
-    assert any(late) == (order == bwd_fused.BEHIND), "behind the next block's addition"
+    assert not any(late)
 
 
 @some
@@ -129,7 +127,7 @@ def test_no_tile_waits_for_a_program_that_has_not_started(
 
 
 def test_public_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns_schedule, "SERVES", (64, 128))
+    monkeypatch.setattr(turns_schedule, "SERVES", {64: 0, 128: 0})
     monkeypatch.setattr(turns_schedule, "LEAST_ROUNDS", 0)
     given = reference.make_inputs(Problem("fp16", 1, 2, 2, 150, 290, 128, 128, FULL), "cpu", with_dlse=True)
     q, k, v = (one.detach().requires_grad_() for one in (given.q, given.k, given.v))

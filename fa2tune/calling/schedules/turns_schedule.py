@@ -17,17 +17,18 @@ from fa2tune.spec.maskfile import mask_named
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
 
-#: Columns of tiles, 64 or 128, at which it serves: none before it is timed (benchmarks/dense_backwards.py --forms turns).
-SERVES: tuple[int, ...] = ()
-#: How the warp that adds takes turns.
-ORDER = bwd_fused.BEHIND
+#: Columns of tiles -> queries and keys from which on it serves: 1.06 to 1.43 times as fast as the split kernels at 64, 1.00 to
+#: 1.08 at 128, where it is slower (0.85) with several query heads a key head: benchmarks/calls/turns_2.json.
+SERVES = {64: 1024, 128: 2048}
+GROUPED = 64  #: columns up to which it serves these, too
 #: Key tiles of all heads, for each multiprocessor, from which on: with fewer the last tiles, which are the longest under a
 #: causal mask, cost more than the split kernels do.
 LEAST_ROUNDS = 4
 #: Heads of a band, at most. Their tiles are given out in turn, so a tile of the same head comes as many tiles later.
 MOST_HEADS = 32
 #: Share of L2 that a band's Q, dO and sums of dQ may take. At head dim 64 and 8192 tokens 8 heads (0.53) took 0.64 of the time
-#: of 32 (2.1); at head dim 128 and 2048 tokens 8 (0.27) 0.78 of that of 32 (1.07): benchmarks/calls/turns.json.
+#: of 32 (2.1); at head dim 128 and 2048 tokens 8 (0.27) 0.78 of that of 32 (1.07): benchmarks/calls/turns.json. Twice or half
+#: as many heads as this gives took 0.98 to 1.2 of the time (turns_2.json).
 L2_SHARE = 0.7
 
 
@@ -57,7 +58,7 @@ def _in_order(problem: Problem, config: Config) -> Config:
     """In bands as the config has them, which is no matter of the binary."""
     wide = _columns(problem, config) > 64
     loop = {"BLOCK_M": 64 if wide else 128, "num_warps": 8 if wide else 4, "EXPONENTIALS_FIRST": False, "STAGES": 2}
-    return {**config, **loop, **bwd_fused.TURNS, "IN_ORDER": ORDER}
+    return {**config, **loop, **bwd_fused.TURNS, "IN_ORDER": True}
 
 
 def forms(problem: Problem, free: Choice, arch: int) -> list[Config]:
@@ -78,6 +79,9 @@ def instead_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
     """What serves a deterministic call in place of ``free``; None: the split kernels do."""
     tiles = -(-problem.seqlen_k // (bwd_fused.GROUPS * bwd_fused.KEYS)) * problem.batch * problem.heads_kv
     if tiles < LEAST_ROUNDS * gpu.sm_count or not forms(problem, free, gpu.arch):
+        return None
+    wide = _columns(problem, free.config)
+    if min(problem.seqlen_q, problem.seqlen_k) < SERVES[wide] or (problem.group > 1 and wide > GROUPED):
         return None
     config = config_of(problem, free.config, gpu)
     return replace(free.of_row, config=config)  # nothing to fall back to: all other forms sum in no order
