@@ -314,18 +314,16 @@ def short_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     """Of a call of the fused kernel: split kernels, if it has few tiles; groups in as many parts as can be, and in few; the
     row's form; the other loop; alone on the GPU, each kernel started early or not; dP not waited for; other bands."""
     found = {"served": served(problem, gpu)}
-    own, _ = found["served"][0][FUSED_KERNEL]
+    own, parts = found["served"][0][FUSED_KERNEL]
     config, heads = own.config, problem.batch * problem.heads_kv
-    alone, few = (
-        fused_schedule.apart(config),
-        heads * -(-problem.seqlen_k // (bwd_fused.GROUPS * bwd_fused.KEYS)) <= gpu.sm_count,
-    )
+    alone = fused_schedule.apart(config)
+    few = heads * -(-problem.seqlen_k // (bwd_fused.GROUPS * bwd_fused.KEYS)) <= gpu.sm_count
     if few and problem.group == 1:
         found |= _split_of_few(problem, gpu)
-    counts = [count for count in group_parts.allowed(problem) if count > 1]
-    found |= {
-        f"{count} parts": ({FUSED_KERNEL: (own, count)}, "") for count in dict.fromkeys([*counts[:1], *counts[-1:]])
-    }
+    counts = group_parts.allowed(problem)
+    for count in dict.fromkeys([1, *counts[1:2], counts[-1]]):
+        if count != parts:
+            found[f"{count} parts" if count > 1 else "groups whole"] = {FUSED_KERNEL: (own, count)}, ""
     changes: dict[str, Config] = {"row": own.of_row.config, "other loop": _other_loop(problem, config, gpu.arch)}
     if fused_schedule.predicted_us(problem, config, gpu) < LONG_US:
         changes |= {"early": fused_schedule.started_early(alone), "alone": {**alone, "EARLY_START": False}}
