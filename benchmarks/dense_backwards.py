@@ -7,7 +7,7 @@
     python benchmarks/dense_backwards.py --split                                     # both split kernels at a time, predicted
     python benchmarks/dense_backwards.py --keys --out dq_parts.json                  # keys of dQ in parts (also with --list)
     python benchmarks/dense_backwards.py --keys --table dq_parts.json --page docs/experiments/few-queries.md
-    python benchmarks/dense_backwards.py --forms apart --out v_apart.json            # or stored, or turns: next to what serves
+    python benchmarks/dense_backwards.py --forms apart --out v_apart.json            # stored, turns, short: next to what serves
 
 The calls: of benchmarks/calls/random_calls.json.gz those that were behind a peer, those that are served otherwise since, and
 every eighth of the others. Fused: the row's config, alone on the GPU ("apart"), with dQ finished after, in half blocks (64
@@ -15,7 +15,8 @@ columns; also with rows prepared and dQ finished beside), each in the number of 
 neighbouring numbers of parts. Split: one kernel after the other, and both at a time in each order. --keys: of KEY_CALLS what
 serves with whole keys, and keys of dQ in parts, in the order chosen for each number of parts, and one kernel after the other.
 --forms, each next to what serves: apart (V_APART of the fused kernel, and padded), stored (dS in memory, and split kernels),
-turns (dQ summed in a fixed order by the fused kernel, and by split kernels, as deterministic calls ask for).
+turns (dQ summed in a fixed order by the fused kernel, and by split kernels, as deterministic calls ask for), short (grouped
+heads and short sequences: other forms of the fused kernel, and split kernels). The calls are those of backward_calls.py.
 
 Each result is compared with float32 arithmetic; a wrong one is an error. Each candidate is a CUDA graph; replays are
 interleaved; the file holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute
@@ -38,6 +39,7 @@ import marked
 import side_by_side
 import torch
 import workloads
+from backward_calls import APART_CALLS, KEY_CALLS, SHORT_CALLS, STORED_CALLS, TURN_CALLS
 from launch_choices import race
 
 from fa2tune import gpus
@@ -54,81 +56,20 @@ from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
 from fa2tune.launching import beside, group_parts, passes, stored_ds
 from fa2tune.search_spaces.sm90 import bwd_dkdv_ds, bwd_fused
-from fa2tune.spec.mask import CAUSAL, FULL, row_mask_named
-from fa2tune.spec.problem import STRATEGIES, Problem
+from fa2tune.spec.mask import row_mask_named
+from fa2tune.spec.problem import STRATEGIES, Config, Problem
+from fa2tune.spec.variant import WARP_SPECIALIZED
 
 RECORD = Path(__file__).parent / "calls/random_calls.json.gz"
 FUSED_KERNEL, SPLIT_KERNEL = "bwd_fused", "bwd_dkdv"
 EVERY = 8
 LEVEL = 0.99
 WHOLE = "keys whole"
-#: Calls of few queries and many keys: name -> call, and microseconds in random_calls_2.json.gz, if it was drawn.
-KEY_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
-    "296 queries": (Problem("bf16", 3, 1, 1, 296, 22766, 216, 216, FULL), {"fa2tune": 651.0, "cudnn": 218.0}),
-    "92 queries": (Problem("bf16", 2, 3, 3, 92, 25268, 136, 136, FULL), {"fa2tune": 497.0, "cudnn": 185.0}),
-    "110 queries": (Problem("bf16", 7, 1, 1, 110, 7124, 184, 184, CAUSAL), {"fa2tune": 174.0}),
-    "114 queries": (Problem("bf16", 4, 3, 3, 114, 1864, 200, 200, CAUSAL), {"fa2tune": 64.1}),
-    "128 queries": (Problem("bf16", 1, 8, 8, 128, 8192, 256, 256, CAUSAL), {}),
-    "512 queries": (Problem("bf16", 1, 4, 4, 512, 32768, 192, 128, FULL), {}),
-    "1024 queries": (Problem("bf16", 1, 1, 1, 1024, 32768, 256, 256, FULL), {}),
-    "grouped heads": (Problem("bf16", 1, 16, 2, 256, 16384, 192, 192, CAUSAL), {}),
-    "64 queries": (Problem("bf16", 1, 1, 1, 64, 1024, 256, 256, FULL), {}),
-    "one query tile a head": (Problem("bf16", 1, 38, 38, 84, 18106, 200, 200, FULL), {}),
-}
-#: The same of V apart; of head dims above 128; and of dQ in a fixed order.
-APART_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
-    "96 / 64": (Problem("bf16", 3, 7, 7, 2887, 2887, 96, 64, CAUSAL), {"fa2tune": 263.9, "fa4": 205.2}),
-    "88 / 72": (Problem("bf16", 3, 3, 3, 7627, 7627, 88, 72, CAUSAL), {"fa2tune": 699.5, "cudnn": 793.8}),
-    "48 / 88": (Problem("bf16", 10, 3, 3, 6364, 6364, 48, 88, FULL), {"fa2tune": 2364.9, "cudnn": 2839.5}),
-    "120 / 72": (Problem("bf16", 9, 9, 9, 557, 557, 120, 72, FULL), {"fa2tune": 100.9, "cudnn": 129.8}),
-    "128 / 64": (Problem("bf16", 2, 16, 16, 4096, 4096, 128, 64, CAUSAL), {}),
-    "64 / 128": (Problem("bf16", 2, 16, 16, 4096, 4096, 64, 128, FULL), {}),
-    "96 / 64, grouped": (Problem("bf16", 2, 32, 4, 2048, 2048, 96, 64, CAUSAL), {}),
-    "96 / 64, short": (Problem("bf16", 4, 6, 6, 300, 300, 96, 64, CAUSAL), {}),
-    "120 / 16, short": (Problem("bf16", 13, 6, 6, 200, 200, 120, 16, FULL), {}),
-}
-STORED_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
-    "176": (Problem("bf16", 2, 3, 3, 3821, 3821, 176, 176, FULL), {"fa2tune": 416.1, "fa4": 348.0}),
-    "168": (Problem("bf16", 8, 3, 3, 3124, 3124, 168, 168, FULL), {"fa2tune": 954.3, "fa4": 915.8}),
-    "152": (Problem("bf16", 1, 2, 2, 12653, 12653, 152, 152, FULL), {"fa2tune": 1215.1, "fa4": 1117.2}),
-    "192": (Problem("bf16", 9, 87, 87, 554, 554, 192, 192, FULL), {"fa2tune": 1452.8, "fa4": 1377.4}),
-    "152, 127 queries": (Problem("bf16", 2, 60, 60, 127, 11423, 152, 152, FULL), {"fa2tune": 1403.6, "fa4": 1257.3}),
-    "184, 132 queries": (Problem("bf16", 39, 1, 1, 132, 19083, 184, 184, FULL), {"fa2tune": 1015.5, "fa4": 858.5}),
-    "176, 141 queries": (Problem("bf16", 2, 10, 10, 141, 14964, 176, 176, FULL), {"fa2tune": 401.3, "fa4": 352.7}),
-    "160, causal": (Problem("bf16", 7, 25, 25, 2977, 2977, 160, 160, CAUSAL), {"fa2tune": 3036.8, "fa4": 3312.2}),
-    "192, causal": (Problem("bf16", 23, 3, 3, 1104, 1104, 192, 192, CAUSAL), {"fa2tune": 281.1, "fa4": 281.8}),
-    "176, grouped": (Problem("bf16", 2, 26, 2, 1863, 1863, 176, 176, CAUSAL), {"fa2tune": 518.1, "fa4": 520.8}),
-    "136, 328": (Problem("bf16", 8, 5, 5, 328, 328, 136, 136, FULL), {}),
-    "200, 92": (Problem("bf16", 10, 12, 12, 300, 300, 200, 200, FULL), {}),
-    "256, 2048": (Problem("bf16", 8, 8, 8, 2048, 2048, 256, 256, FULL), {}),
-    "256, 8192, causal": (Problem("bf16", 2, 8, 8, 8192, 8192, 256, 256, CAUSAL), {}),
-    "192 / 128": (Problem("bf16", 2, 16, 16, 4096, 4096, 192, 128, CAUSAL), {}),
-    "152, in slices": (Problem("bf16", 15, 1, 1, 17177, 17177, 152, 152, CAUSAL), {"fa2tune": 9317.8, "fa4": 7523.2}),
-    "152 / 120, in slices": (Problem("bf16", 4, 6, 6, 5340, 5340, 152, 120, FULL), {"fa2tune": 2805.4, "fa4": 2314.8}),
-    "184, in slices": (Problem("bf16", 9, 13, 13, 4477, 4477, 184, 184, CAUSAL), {}),
-    "200 grouped, in slices": (Problem("bf16", 2, 75, 5, 2620, 2620, 200, 200, CAUSAL), {}),
-    "168 grouped, in slices": (Problem("bf16", 8, 70, 7, 1262, 1262, 168, 168, FULL), {}),
-}
-TURN_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
-    f"{dim} {mask}, {length}": (Problem("bf16", 16384 // length, 2048 // dim, 2048 // dim, length, length, dim, dim, mask), {})
-    for dim in (64, 128) for mask in (CAUSAL, FULL) for length in (512, 2048, 8192)
-} | {
-    "128 grouped": (Problem("bf16", 4, 32, 8, 4096, 4096, 128, 128, CAUSAL), {}),
-    "one head": (Problem("bf16", 1, 1, 1, 16384, 16384, 128, 128, CAUSAL), {}),
-    "eight heads": (Problem("bf16", 1, 8, 8, 4096, 4096, 64, 64, CAUSAL), {}),
-    "odd lengths": (Problem("bf16", 5, 12, 12, 3001, 2049, 128, 128, CAUSAL), {}),
-    "64 grouped": (Problem("bf16", 4, 32, 8, 4096, 4096, 64, 64, CAUSAL), {}),
-    "64, 16384": (Problem("bf16", 1, 16, 16, 16384, 16384, 64, 64, CAUSAL), {}),
-    "32": (Problem("bf16", 4, 32, 32, 4096, 4096, 32, 32, CAUSAL), {}),
-    "40": (Problem("bf16", 4, 32, 32, 4096, 4096, 40, 40, FULL), {}),
-    "56": (Problem("bf16", 6, 20, 20, 3001, 3001, 56, 56, CAUSAL), {}),
-    "96": (Problem("bf16", 4, 16, 16, 4096, 4096, 96, 96, CAUSAL), {}),
-    "104": (Problem("bf16", 4, 16, 16, 4096, 4096, 104, 104, FULL), {}),
-    "120": (Problem("bf16", 8, 16, 16, 2048, 2048, 120, 120, CAUSAL), {}),
-}  # fmt: skip
 BURST_MS = 4.0
-#: Of a call, with turns.
+#: Of a call, with turns, and of short ones.
 MOST_FORMS = 7
+#: Of those, up to which kernels are started early.
+LONG_US = 200.0
 
 #: Kernel -> its choice and the parts of its groups.
 Candidate = Mapping[str, tuple[Choice, int]]
@@ -351,11 +292,59 @@ def turn_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     return found
 
 
+def _other_loop(problem: Problem, config: Config, arch: int) -> Config:
+    """That of long calls, alone on the GPU; of head dims in parts, padded."""
+    if config["IN_PARTS"]:
+        return {**config, "IN_PARTS": False, "num_warps": 8}
+    return {**bwd_fused.default(problem.specialization, arch), "HEADS_PER_WAVE": config["HEADS_PER_WAVE"]}
+
+
+def _split_of_few(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
+    """Split kernels of a call of the fused one, one after the other and, on Hopper's, at a time."""
+    _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), True, in_order=False)
+    found: dict[str, Ordered] = {"split": ({kernel: (one, 1) for kernel, one in choices.items()}, "")}
+    if all(WARP_SPECIALIZED in one.variant.implementations for one in choices.values()):
+        found["split, at a time"] = {kernel: (_late(one), 1) for kernel, one in choices.items()}, beside.DQ_AT_ONCE
+    return found
+
+
+def short_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
+    """Of a call of the fused kernel: split kernels, if it has few tiles; groups in as many parts as can be, and in few; the
+    row's form; the other loop; alone on the GPU, each kernel started early or not; dP not waited for; other bands."""
+    found = {"served": served(problem, gpu)}
+    own, parts = found["served"][0][FUSED_KERNEL]
+    config, heads = own.config, problem.batch * problem.heads_kv
+    alone = fused_schedule.apart(config)
+    few = heads * -(-problem.seqlen_k // (bwd_fused.GROUPS * bwd_fused.KEYS)) <= gpu.sm_count
+    if few and problem.group == 1:
+        found |= _split_of_few(problem, gpu)
+    counts = group_parts.allowed(problem)
+    for count in dict.fromkeys([1, *counts[1:2], counts[-1]]):
+        if count != parts:
+            found[f"{count} parts" if count > 1 else "groups whole"] = {FUSED_KERNEL: (own, count)}, ""
+    changes: dict[str, Config] = {"row": own.of_row.config, "other loop": _other_loop(problem, config, gpu.arch)}
+    if fused_schedule.predicted_us(problem, config, gpu) < LONG_US:
+        changes |= {"early": fused_schedule.started_early(alone), "alone": {**alone, "EARLY_START": False}}
+    if few:
+        changes["a tile a program"] = {**alone, "PERSISTENT": False, "DYNAMIC": False}
+    changes["exponentials"] = {"EXPONENTIALS_FIRST": not config["EXPONENTIALS_FIRST"]}
+    changes |= {f"bands of {band}": {"HEADS_PER_WAVE": band} for band in (1, 32, 4) if band <= heads}
+    for name, change in changes.items():
+        one = _fused_form(problem, own, gpu, **change)
+        if one is not None and len(found) < MOST_FORMS and not any(_same(one, other) for other in found.values()):
+            found[name] = one
+    return found
+
+
 Candidates = Callable[[Problem, Gpu], dict[str, Ordered]]
 FORMS: dict[str, tuple[dict[str, tuple[Problem, dict[str, float]]], Candidates]] = {
     "apart": (APART_CALLS, apart_candidates), "stored": (STORED_CALLS, stored_candidates),
-    "turns": (TURN_CALLS, turn_candidates),
+    "turns": (TURN_CALLS, turn_candidates), "short": (SHORT_CALLS, short_candidates),
 }  # fmt: skip
+
+
+def _same(one: Ordered, other: Ordered) -> bool:
+    return one[1] == other[1] and set(one[0]) == set(other[0]) and _alike(one[0], other[0])
 
 
 def _alike(one: Candidate, other: Candidate) -> bool:

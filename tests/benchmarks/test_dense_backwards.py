@@ -78,13 +78,15 @@ def test_it_lists_what_it_would_time() -> None:
     assert "half blocks, chosen" in done.output and "at a time, dQ first" in done.output
 
 
-@pytest.mark.parametrize(("forms", "name"), [("apart", "V apart"), ("stored", "dS in memory"), ("turns", "early")])
+@pytest.mark.parametrize(
+    ("forms", "name"), [("apart", "V apart"), ("stored", "dS in memory"), ("turns", "early"), ("short", "other loop")]
+)
 def test_forms_are_timed_next_to_what_serves(forms: str, name: str) -> None:
     calls, made = backwards.FORMS[forms]
     for problem, _ in calls.values():
         found = made(problem, H200)
         assert next(iter(found)) == "served" and name in found
-        assert forms != "turns" or len(found) <= backwards.MOST_FORMS
+        assert forms not in ("turns", "short") or len(found) <= backwards.MOST_FORMS
         for candidate, _ in list(found.values())[1:]:
             for choice, _ in candidate.values():
                 assert limits.before_compile(choice.variant, problem.specialization, choice.config, H200) is None

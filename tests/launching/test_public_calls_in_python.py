@@ -13,8 +13,15 @@ import torch
 from public_gpu import PublicGpu, public_gpu
 
 import fa2tune
+from fa2tune import logs
 from fa2tune.calling import copies, dispatch, unseen
-from fa2tune.calling.schedules import grouped_schedule, one_tile_schedule, packed_grouped_schedule
+from fa2tune.calling.schedules import (
+    grouped_schedule,
+    one_tile_schedule,
+    packed_grouped_schedule,
+    stored_ds_schedule,
+)
+from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
@@ -30,6 +37,7 @@ GROUPED = "sm90/fwd_grouped"
 FEW, COMBINE = "portable/fwd_split", "portable/fwd_combine"
 ORDER = "portable/packed_order"
 ONE_TILE = "sm90/bwd_one_tile"
+STORED = ("portable/bwd_delta", "sm90/bwd_dkdv_ds", "sm90/bwd_dq_ds")
 
 
 class Road(NamedTuple):
@@ -88,7 +96,7 @@ def check(road: Road, given: reference.Inputs) -> None:
 
 
 ROADS = [
-    Road((53, 203), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), (4, 2)),
+    Road((53, 203), (64, 64), CAUSAL, (FEW, *FUSED), (4, 2)),
     Road((113, 203), (64, 64), CAUSAL, ("sm90/fwd", "portable/bwd_dq", "sm90/bwd_dkdv"), (4, 2), True),
     Road((113, 203), (32, 32), CAUSAL, ("sm90/fwd", *FUSED), (4, 2)),
     Road((700, 317), (32, 32), CAUSAL, ("sm90/fwd", *FUSED)),
@@ -99,7 +107,7 @@ ROADS = [
     Road((133, 144), (40, 96), CAUSAL, ("sm90/fwd", SPREAD, *FUSED, GATHER), (8, 2)),
     Road((133, 144), (80, 80), CAUSAL, ("sm90/fwd", *FUSED, GATHER), (4, 1)),
     Road((1, 600), (128, 128), CAUSAL, (FEW, COMBINE, *SPLIT), (4, 2), True),
-    Road((3, 1), (128, 128), CAUSAL, ("sm90/fwd", *SPLIT), (2, 1), True),
+    Road((3, 1), (128, 128), CAUSAL, (FEW, *SPLIT), (2, 1), True),
     Road((100, 150), (64, 64), band(40, 10), (FEW, *BESIDE)),
     Road((150, 144), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), scale=-0.3),
     Road((150, 144), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), scale=0.0),
@@ -110,6 +118,49 @@ ROADS = [
 def test_roads(gpu: PublicGpu, road: Road) -> None:
     check(road, inputs(road))
     assert tuple(gpu.ran) == road.runs
+
+
+class Little:
+    """Memory: a call's gradients and workspaces have so many bytes at most. ``refused``: how often they had more."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, most: int) -> None:
+        self.refused, made = 0, passes.Fresh.__call__
+
+        def fresh(own: passes.Fresh) -> list[torch.Tensor]:
+            if sum(math.prod(sizes) * dtype.itemsize for sizes, _, dtype in own.layouts) > most:
+                self.refused += 1
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return made(own)
+
+        patch.setattr(passes.Fresh, "__call__", fresh)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_where_ds_finds_no_memory_split_kernels_serve(
+    gpu: PublicGpu, deterministic: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Right, said once, not tried again; other lengths have it still. Where these find none either, that is the error."""
+    monkeypatch.setattr(stored_ds_schedule, "MARGIN", -100.0)
+    logs.warn_once.cache_clear()
+    road = Road((513, 400), (144, 144), FULL, (), deterministic=deterministic)
+    given = inputs(road)
+    check(road, given)
+    assert tuple(gpu.ran[-3:]) == STORED
+    dispatch.reload()
+    little = Little(monkeypatch, 1_500_000)
+    for _ in range(2):
+        gpu.ran.clear()
+        check(road, given)
+        assert gpu.ran[-1] in SPLIT and not {*STORED} & {*gpu.ran[1:]}
+    assert little.refused == 1 and caplog.text.count("no memory for dS") == 1
+    short = road._replace(lengths=(65, 130))
+    check(short, inputs(short))
+    assert tuple(gpu.ran[-3:]) == STORED
+    o = fa2tune.attention(given.q.requires_grad_(), given.k, given.v)
+    little = Little(monkeypatch, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        o.sum().backward()
 
 
 def test_a_side_stream_may_be_early_or_late() -> None:

@@ -49,13 +49,15 @@ class Pace:
 
 
 #: The portable kernel that splits keys, by the rows of a tile. 16: fitted to few_queries.json. More: to few_queries_tiles.json,
-#: few_queries_hopper.json, and the calls of seed 53c19ef in random_calls.json.gz it served; 32: to dense_forwards*.json.gz.
+#: few_queries_hopper.json, and the calls of seed 53c19ef in random_calls.json.gz it served.
 PORTABLE_PACES = {
     16: Pace(0.5, 46e3, 0.94, 1.6, 0.1, 4, 1.6),
-    32: Pace(0.2, 48e3, 0.65, 2.7, 0.15, 3, 4.6),
+    32: Pace(0.35, 48e3, 1.05, 2.7, 0.15, 3, 4.6),
     64: Pace(0.45, 48e3, 1.36, 2.7, 0.15, 3, 4.6),
     128: Pace(0.45, 48e3, 1.1, 2.7, 0.15, 1, 4.6),
 }
+#: Of 32 rows with keys in one part: fitted to 13 races of dense_forwards*.json.gz, of 64 to 551 keys.
+WHOLE_32 = Pace(0.2, 48e3, 0.65, 2.7, 0.15, 3)
 #: The warp-specialised one, by the wider padded head dim: shares fitted to every second call of few_queries_hopper.json.
 HOPPER_RATES = {64: 0.77, 128: 0.81, 256: 0.78}
 HOPPER_PACES = {wide: Pace(rate, 70e3, 0.57, 3.2, 0.1, combine_us=4.6) for wide, rate in HOPPER_RATES.items()}
@@ -170,7 +172,8 @@ def split_us(problem: Problem, config: Config, gpu: Gpu) -> float:
         programs, sharing = hopper_split.programs(problem, config), -(-problem.seqlen_q // rows) * problem.group
         rows_of_group = rows * problem.group
     else:
-        pace, held, columns = PORTABLE_PACES[rows], _held(problem.specialization, rows, gpu), _padded(problem)
+        pace = WHOLE_32 if (rows, splits) == (32, 1) else PORTABLE_PACES[rows]
+        held, columns = _held(problem.specialization, rows, gpu), _padded(problem)
         programs, sharing = fwd_split.programs(problem, config), -(-problem.seqlen_q * problem.group // rows)
         rows_of_group = rows
     # of one turn the longest program decides
