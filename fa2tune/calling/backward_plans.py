@@ -94,7 +94,8 @@ def without(
     """As ``StoredDsPlan`` has it. Holds no tensors."""
 
     def planned(*tensors: Any) -> BackwardPlan:
-        return BackwardPlan(problem, *tensors, softmax_scale, strategy, choices, divided.groups)
+        do, dlse, q, k, v, o = tensors
+        return BackwardPlan(problem, do, dlse, q, k, v, o, softmax_scale, strategy, choices, divided.groups)
 
     return planned
 

@@ -143,12 +143,12 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
         return row, config
     if (now := few_tiles.expected_us(problem, config, sm_count)) is not None:
         least = now  # by the constants that the other forms have
-    others = [few] if (few := few_tiles.best(problem, row.key.arch, sm_count)) is not None else []
+    forms = [few] if (few := few_tiles.best(problem, row.key.arch, sm_count)) is not None else []
     if config["RESCALE"] == "never":  # with maxima, which are faster where keys are few, or columns many
         maxima = without_norms(config)
-        if (time := few_tiles.expected_us(problem, maxima, sm_count)) is not None:
-            others.append((time, maxima))
-    time, other = min(others, key=lambda one: one[0], default=(math.inf, config))
+        if (expected := few_tiles.expected_us(problem, maxima, sm_count)) is not None:
+            forms.append((expected, maxima))
+    time, other = min(forms, key=lambda one: one[0], default=(math.inf, config))
     return row, other if time < (1 - margin) * least else config
 
 
