@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import triton
 from benchmark_scripts import script
 
 from fa2tune import gpus
@@ -56,6 +57,7 @@ def test_recorded_forwards_take_what_they_are_estimated_to(held_out: bool, windo
     assert abs(sum(errors) / len(errors)) < 0.05
 
 
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="chosen among the rows of Triton 3.6")
 def test_of_forms_that_were_raced_the_chosen_one_is_near_the_best() -> None:
     losses = packed_tiles.losses()
     for record, most, worst in (("raced", 1.03, 1.07), ("raced 3", 1.03, 1.1), ("raced 4", 1.01, 1.1)):
