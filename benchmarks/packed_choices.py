@@ -223,12 +223,20 @@ def tiles(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
     yield "chosen", served, 1
 
 
-def backwards(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
-    problem = chooser.problem
+def fused_choice(chooser: choosing.Chooser) -> tuple[Choice, int] | None:
+    """Of the fused backward, and the parts of its groups; None: split kernels serve."""
     strategy, kinds = chooser.strategy(False)
     if strategy != FUSED:
-        return
+        return None
     chosen = chooser.choose(KERNEL, kinds.get(KERNEL))
+    return chosen, group_parts_schedule.parts_of(chooser.problem, KERNEL, chosen, chooser.gpu)
+
+
+def backwards(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
+    problem = chooser.problem
+    if (found := fused_choice(chooser)) is None:
+        return
+    chosen, chosen_parts = found
     answer = chosen.answer
     assert answer is not None
     row = replace(chosen, config=chooser.fitted(answer.row).row.config)
@@ -241,19 +249,17 @@ def backwards(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
         yield "dQ finished after", replace(row, config={**row.config, "FINISH_BESIDE": False}), 1
     if row.config["BESIDE"]:
         yield "nothing overlapped", replace(row, config=packed_schedule.apart(row.config)), 1
-    yield "chosen", chosen, group_parts_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
+    yield "chosen", chosen, chosen_parts
 
 
 def beside_choice(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
     """The choice and its neighbours: whether rows are prepared and finished beside, parts, bands, half blocks; of head dims in
     parts the orders of an iteration, and padded columns, as packed calls had them before."""
     problem = chooser.problem
-    strategy, kinds = chooser.strategy(False)
-    if strategy != FUSED:
+    if (found := fused_choice(chooser)) is None:
         return
-    chosen = chooser.choose(KERNEL, kinds.get(KERNEL))
+    chosen, parts = found
     config, spec = chosen.config, problem.specialization
-    parts = group_parts_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
     assert chosen.row is not None
     row = chooser.fitted(chosen.row).row.config
     own, heads_kv = row["HEADS_PER_WAVE"], problem.heads_kv * parts
@@ -289,12 +295,10 @@ def behind_peers(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]
     """The choice; with each kernel started early; in other bands of heads; in the loops of the rows of other lengths; in half
     blocks; with rows prepared and dQ finished overlapped, and what of these a long call gains."""
     problem = chooser.problem
-    strategy, kinds = chooser.strategy(False)
-    if strategy != FUSED:
+    if (found := fused_choice(chooser)) is None:
         return
-    chosen = chooser.choose(KERNEL, kinds.get(KERNEL))
+    chosen, parts = found
     config, spec = chosen.config, problem.specialization
-    parts = group_parts_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
     others: dict[str, dict[str, Any]] = {"chosen": {**config}}
     if not config["BESIDE"]:
         early = config.get("EARLY_START", False)

@@ -5,11 +5,17 @@ from fa2tune.spec.variant import Constraint
 
 SHARED_BYTES = 227 * 1024  #: a block's most on compute capability 9.0
 BARRIER_BYTES = 1024  #: barriers, and what a partition's arguments take
+SECTOR = 16  #: elements of 32 bytes, of which memory is read
 
 
 def block_dims(spec: Specialization) -> tuple[int, int]:
     """Columns of the tiles of Q and K, and of those of V, O and dO: head dims padded to a power of two, at least 64."""
     return max(64, padded_head_dim(spec.head_dim)), max(64, padded_head_dim(spec.head_dim_v))
+
+
+def begins_within_sectors(spec: Specialization) -> bool:
+    """Whether rows begin in the midst of a sector of 32 bytes: those are slow to load."""
+    return any(dim % SECTOR for dim in (spec.head_dim, spec.head_dim_v))
 
 
 def has_parts(spec: Specialization) -> bool:

@@ -1,7 +1,14 @@
 """Tiles of kernels/sm90/bwd_dkdv_ds.py. Nothing is searched: they are those of rows of kernels/sm90/bwd_dkdv.py, as far as
 shared memory has room for dS next to them."""
 
-from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES, block_dims, columns, parts_pay
+from fa2tune.search_spaces.lib.hopper import (
+    BARRIER_BYTES,
+    SHARED_BYTES,
+    begins_within_sectors,
+    block_dims,
+    columns,
+    parts_pay,
+)
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import Constraint, SearchSpace
 
@@ -11,7 +18,6 @@ REGISTERS = 240  #: a thread of a consumer group
 #: read K more often.
 THREE_GROUPS = 192
 MOST_SLICES = 256
-SECTOR = 16  #: elements of 32 bytes
 MOST_STAGES = 4
 
 
@@ -31,15 +37,14 @@ def config_of(spec: Specialization, stages: int = 2, p_stages: int = 1, heads: i
 
 
 def of_row(problem: Problem, config: Config) -> Config:
-    """That of a call whose row of kernels/sm90/bwd_dkdv.py has this config. Rows that begin in the midst of a sector of 32
-    bytes are slow to load, so as many tiles as fit are under way (docs/experiments/split-backward.md). Two groups make dQ of up
-    to 128 rows a head."""
+    """That of a call whose row of kernels/sm90/bwd_dkdv.py has this config. Of rows that are slow to load as many tiles as fit
+    are under way (docs/experiments/split-backward.md). Two groups make dQ of up to 128 rows a head."""
     spec, stages, p_stages = problem.specialization, config["STAGES"], config["P_STAGES"]
     found = config_of(spec, stages, p_stages, config["HEADS_PER_WAVE"])
     while shared_bytes(found, spec) > SHARED_BYTES:
         stages, p_stages = (stages, p_stages - 1) if p_stages > 1 else (stages - 1, p_stages)
         found = {**found, "STAGES": stages, "P_STAGES": p_stages}
-    if spec.head_dim % SECTOR or spec.head_dim_v % SECTOR:
+    if begins_within_sectors(spec):
         more = ({**found, "STAGES": count, "P_STAGES": 1} for count in range(MOST_STAGES, stages, -1))
         found = next((one for one in more if shared_bytes(one, spec) <= SHARED_BYTES), found)
     return {**found, "DQ_GROUPS": 2} if problem.seqlen_q <= 2 * BLOCK else found

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
-from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS
+from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS, begins_within_sectors
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
 from fa2tune.spec.variant import Constraint, SearchSpace, added
 
-SECTOR = 16  #: elements of 32 bytes
 ROWS = 64  #: query rows of a consumer group
 #: maxnreg, the registers a thread gets at launch -> programs that a multiprocessor holds at once; 0: as many as one may have.
 PROGRAMS = {0: 1, 128: 2, 80: 3}
@@ -126,7 +125,7 @@ def of_tiles(spec: Specialization, rows: int, keys: int, maxnreg: int) -> Config
 def third_stage(spec: Specialization, config: Config) -> Config | None:
     """The config with a third stage of K and V in O's memory, O through Q's, for head dims whose rows begin in the midst of a
     sector of 32 bytes, which are slow to load; None: there is room for both, or for neither."""
-    if not (spec.head_dim % SECTOR or spec.head_dim_v % SECTOR) or config["BLOCK_M"] != 2 * ROWS:
+    if not begins_within_sectors(spec) or config["BLOCK_M"] != 2 * ROWS:
         return None
     found = {**config, "STAGES": 3, "O_THROUGH": "q"}
     if _shared_bytes(config, spec, 3, "own") <= _shared_limit(config) or config["Q_STAGES"] != 1:

@@ -13,7 +13,7 @@ from hopper_builds import Asked, Built, builder, chosen, written_under_way
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
-from fa2tune.search_spaces.lib.hopper import part_dims
+from fa2tune.search_spaces.lib.hopper import SECTOR, part_dims
 from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dkdv_ds
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
@@ -101,7 +101,7 @@ def test_a_row_of_dk_and_dv_gives_it_stages_that_fit() -> None:
             problem = Problem("bf16", 1, 2, 2, rows, 500, dim, dim, FULL)
             for row in legal:
                 found = bwd_dkdv_ds.of_row(problem, bwd_dkdv.fitted(spec, row))
-                assert found["DQ_GROUPS"] == groups and (found["STAGES"] <= row["STAGES"] or dim % bwd_dkdv_ds.SECTOR)
+                assert found["DQ_GROUPS"] == groups and (found["STAGES"] <= row["STAGES"] or dim % SECTOR)
                 assert limits.before_compile(MAIN, spec, found, H200) is None
 
 

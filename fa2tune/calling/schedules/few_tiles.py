@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from fa2tune.calling.schedules.tile_order import busiest, columns_of_parts
 from fa2tune.rows.row import Row
+from fa2tune.search_spaces.lib.hopper import SECTOR
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, of_tiles, suited, third_stage
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
@@ -85,7 +86,7 @@ def covers(problem: Problem) -> bool:
 def sector_cost(problem: Problem, config: Config, costs: Mapping[int, Mapping[int, float]] = SECTOR_COSTS) -> float:
     """How many times as long key blocks take for rows that begin inside a sector."""
     known = costs[config["BLOCK_M"]]
-    dims = {dim for dim in (problem.head_dim, problem.head_dim_v) if dim % 16}
+    dims = {dim for dim in (problem.head_dim, problem.head_dim_v) if dim % SECTOR}
     return max((known.get(dim, known[0]) for dim in dims), default=1.0)
 
 
