@@ -9,6 +9,7 @@
     python benchmarks/packed_choices.py --drawing 4 --out benchmarks/calls/packed_choices_4.json
     python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 5 --pass bwd     # backwards behind the fastest peer
     python benchmarks/packed_choices.py --drawing 5 --pass bwd --out benchmarks/calls/packed_choices_5.json
+    python benchmarks/packed_choices.py --drawing 6 --pass bwd --out benchmarks/calls/packed_choices_6.json   # bands of heads
     python benchmarks/packed_choices.py --list                                         # what would be timed; no GPU
 
 The calls: those of a drawing, benchmarks/calls/random_packings.json, random_packings_2.json or _3, that CALLS names by their
@@ -22,7 +23,9 @@ row's config with groups in 1, 2, 4 and 8 parts, heads in its own bands and in o
 the choice; of the second: the choice and what differs from it in one respect (``beside_choice``). 5 is BEHIND, backward alone:
 drawn calls of the third and fourth drawing that were behind the fastest peer, in other bands of heads, in the loops of the rows
 of other lengths, and with each kernel started early (``behind_peers``); where one sequence has all tokens, as a dense call,
-too. Each result is compared with float32 arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each
+too. 6 is BANDS, backward alone, in each number of heads a band.
+
+Each result is compared with float32 arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each
 candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in microseconds a call, and what the
 peers took when the calls were drawn. Needs a GPU of compute capability 9.0.
 """
@@ -113,6 +116,9 @@ TILES = {
 BEHIND_PEERS = 5  #: that means BEHIND
 #: Drawing -> calls, the ones first that differ most: large; small, of one round of tiles; then the others.
 BEHIND = {3: (41, 4, 35, 49, 39, 21, 50), 4: (22, 74, 50, 58, 28, 60, 18, 46, 62, 92)}
+OTHER_BANDS = 6  #: that means BANDS
+#: Drawing -> calls whose bands of heads in the backward a margin by what the L2 holds changed.
+BANDS = {1: (13,), 2: (11, 5, 56), 3: (41, 12), 4: (46,)}
 MOST_FORMS = 8  #: of a call of BEHIND
 #: What makes the loop of a backward, by which rows of other lengths differ.
 LOOP = ("BLOCK_M", "REDUCE", "ORDER", "EXPONENTIALS_FIRST", "num_warps")
@@ -137,7 +143,7 @@ def masks(said: str) -> Mask:
 def packings(drawing: int = 1) -> dict[str, tuple[Packing, Mapping[str, Any]]]:
     """Name -> (packing, what was recorded when it was drawn)."""
     found: dict[str, tuple[Packing, Mapping[str, Any]]] = {}
-    several = {ALL_TILES: TILES, BEHIND_PEERS: BEHIND}
+    several = {ALL_TILES: TILES, BEHIND_PEERS: BEHIND, OTHER_BANDS: BANDS}
     for which, calls in several.get(drawing, {drawing: CALLS.get(drawing, ())}).items():
         drawn = json.loads(DRAWINGS[which].read_text("utf-8"))["calls"]
         for name in sorted(drawn, key=lambda one: calls.index(n) if (n := int(one.split()[0])) in calls else -1):
@@ -335,6 +341,9 @@ def candidates(problem: Problem, gpu: gpus.Gpu, drawing: int = 1, only: str = ""
         return {"fwd": _distinct(tiles(chooser)), "bwd": {}}
     if drawing == BEHIND_PEERS:
         return {"fwd": {"chosen": (chooser.choose("fwd"), 1)}, "bwd": _distinct(behind_peers(chooser))}
+    if drawing == OTHER_BANDS:
+        bands = (one for one in behind_peers(chooser) if one[0] == "chosen" or one[0].endswith("a band"))
+        return {"fwd": {"chosen": (chooser.choose("fwd"), 1)}, "bwd": _distinct(bands)}
     back = backwards if drawing == 1 else beside_choice
     found = {"fwd": _distinct(forwards(chooser)), "bwd": _distinct(back(chooser))}
     if only == "bwd":
@@ -398,7 +407,7 @@ def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
-@click.option("--drawing", type=click.IntRange(1, 5), default=1, show_default=True)
+@click.option("--drawing", type=click.IntRange(1, 6), default=1, show_default=True)
 @click.option("--pass", "pass_", type=click.Choice(["fwd", "bwd"]), help="Of this pass alone.  [default: both]")
 @click.option("--seconds", type=float, default=math.inf, help="Begins no call after so long.")
 @click.option("--only", type=int, multiple=True, help="The drawn call of this number, and no others.")

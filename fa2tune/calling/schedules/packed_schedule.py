@@ -54,14 +54,14 @@ UNEVEN = 0.75
 FEW_TILES_ABOVE = 64
 #: Tiles of another form than the row's must be predicted to be faster by this share.
 MARGIN = 0.05
-#: Wider bands of heads in the backward must be by this share: with 16 heads they cost up to 13 % (docs/experiments/varlen.md),
-#: as they keep more of Q, dO and dQ in use at once; or by the other one, where all of that stays in the L2.
-BAND_MARGIN, NEAR_BAND_MARGIN = 0.15, 0.04
+#: Wider bands of heads in the backward must be by this share, and by the other one for each doubling of what they have in use
+#: of Q, dO, dQ, K and V beyond what the L2 holds (docs/experiments/packed-backward.md).
+BAND_MARGIN, BEYOND_L2 = 0.04, 0.015
 #: Queries a sequence has on average, or keys that a query sees, below which the backward runs alone on the GPU: what would run
 #: overlapped takes a share of the multiprocessors that such sequences do not give back (docs/experiments/varlen.md).
 SHORT, FEW_KEYS = 1024, 512
-#: Whether backwards of up to ``fused_schedule.EARLY_START_US`` have each kernel started early, as dense calls have: 1.1 to 2.5 us
-#: less in four calls (docs/experiments/packed-backward.md).
+#: Whether backwards of up to ``fused_schedule.EARLY_START_US`` have each kernel started early, as dense calls have: 1.1 to
+#: 2.5 us less in four calls (docs/experiments/packed-backward.md).
 EARLY_START = True
 #: Share of the GPU's memory that float32 sums of dQ may take where most of their rows are padding.
 MOST_MEMORY = 1 / 32
@@ -276,7 +276,7 @@ def _in_bands(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choice
     own, (now, _) = choice.config["HEADS_PER_WAVE"], least(choice.config)
     # in whatever bands, the mean of all programs takes as long: many calls are done here
     bound = min(time(choice.config, parts, False) for parts in group_parts.allowed(problem))
-    if bound >= (1 - NEAR_BAND_MARGIN) * now:
+    if bound >= (1 - BAND_MARGIN) * now:
         return choice
     found: list[tuple[float, Config]] = []
     for heads in choice.variant.space.dimensions["HEADS_PER_WAVE"]:
@@ -284,7 +284,8 @@ def _in_bands(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choice
             continue
         config = {**choice.config, "HEADS_PER_WAVE": heads}
         us, parts = least(config)
-        margin = NEAR_BAND_MARGIN if _in_use(problem, heads, parts) <= gpu.l2_bytes else BAND_MARGIN
+        doublings = math.log2(max(1.0, _in_use(problem, heads, parts) / gpu.l2_bytes))
+        margin = BAND_MARGIN + BEYOND_L2 * doublings
         if us < (1 - margin) * now:
             found.append((us, config))
     if not found:
