@@ -1,5 +1,5 @@
-"""The scores of a block of keys, which are one tile or two: 96 keys are a tile of 64 and one of 32, since tiles are powers of two
-wide. Both share a row's maximum and total. Device side.
+"""The scores of a block of keys, which are one tile or two: 96 keys are a tile of 64 and one of 32, since tiles are powers of
+two wide. Both share a row's maximum and total. Device side.
 
 What has a block's keys (scores, weights, P) is a tile [ROWS, BLOCK_N], or of two tiles a tuple. With one tile all of this
 inlines to what it is without."""
@@ -82,10 +82,10 @@ def add_keys(p, v_smem, stage, acc, dtype: gl.constexpr, KEYS: gl.constexpr):
 
 @gluon.jit
 def negated(s, KEYS: gl.constexpr):
+    """-s."""
+    found = -of_first_keys(s, KEYS)
     if more_keys(KEYS) > 0:
-        found = (-s[0], -s[1])
-    else:
-        found = -s
+        found = (found, -s[1])
     return found
 
 
@@ -159,8 +159,7 @@ def keys_to_carry(weights, dtype: gl.constexpr, layout: gl.constexpr, AS_WORDS: 
 @gluon.jit
 def repacked(p, WORDS: gl.constexpr, KEYS: gl.constexpr):
     """``repack`` of all tiles."""
+    found = repack(of_first_keys(p, KEYS), WORDS)
     if more_keys(KEYS) > 0:
-        found = (repack(p[0], WORDS), repack(p[1], WORDS))
-    else:
-        found = repack(p, WORDS)
+        found = (found, repack(p[1], WORDS))
     return found

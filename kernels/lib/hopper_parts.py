@@ -76,11 +76,11 @@ def shared_for_keys(descriptors, SLOTS: gl.constexpr, KEYS: gl.constexpr, WIDTH:
 
 
 @gluon.jit
-def of_first_keys(smem, KEYS: gl.constexpr):
-    """The parts of a block's first tile of keys."""
+def of_first_keys(of_block, KEYS: gl.constexpr):
+    """What a block's first tile of keys has: the parts of K or V, or a tile of scores."""
     if more_keys(KEYS) > 0:
-        smem = smem[0]
-    return smem
+        of_block = of_block[0]
+    return of_block
 
 
 @gluon.jit

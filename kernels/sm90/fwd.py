@@ -343,10 +343,10 @@ def fwd_hopper_kernel(
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
     q, k, v, o: descriptors of blocks [1, 1, rows, columns], and of the columns behind BLOCK_D or BLOCK_DV, where REST_D or
-    REST_DV is not 0, q_rest, ..., o_rest. k_more, ...: of BLOCK_N keys that are no power of two, those behind the largest in it;
-    k and v are then of blocks of as many keys as that. qk_scale is |softmax_scale| * log2(e), and not 0. Sk >= 1. Rows
-    that see no key: o = 0, lse = -inf. Any number of programs: each takes every n-th tile. With one consumer group two or three
-    programs share a multiprocessor (maxnreg), and one's start and end of a tile lie under the other's products.
+    REST_DV is not 0, q_rest, ..., o_rest. Of a BLOCK_N of 96 keys, k and v have 64, k_more and v_more the 32 behind them.
+    qk_scale is |softmax_scale| * log2(e), and not 0. Sk >= 1. Rows that see no key: o = 0, lse = -inf. Any number of programs:
+    each takes every n-th tile. With one consumer group two or three programs share a multiprocessor (maxnreg), and one's start
+    and end of a tile lie under the other's products.
     HEADS_PER_WAVE 0: by heads_in_band. norms, only if RESCALE is "never": what fwd_norms_kernel makes of k.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other. order: what packed_order_kernel makes of where

@@ -219,8 +219,8 @@ def _live_registers(config: Config, spec: Specialization, q_columns: int) -> int
 
 
 def kept(spec: Specialization, config: Config) -> bool | str:
-    """What of Q stays in registers: False, True, or "first": of a block in two tiles of keys, where there is not room for all of
-    it, the first part alone."""
+    """What of Q stays in registers: False, True, or "first": where a block is two tiles of keys, and there is not room for all
+    of it, the first part alone."""
     if config["Q_IN_REGISTERS"] and keys(config)["MORE_KEYS"] and blocks(spec, config)["REST_D"]:
         room = registers(config) - SPARE_REGISTERS
         return True if _live_registers(config, spec, columns(spec, config)[0]) <= room else "first"
@@ -286,8 +286,12 @@ SPACE = SearchSpace(
             "head dims of one part have room for 128 keys, or for 64 alone",
             lambda config, spec, arch: (
                 keys(config)["MORE_KEYS"] == 0
-                or (config["BLOCK_M"] == 2 * ROWS and config["Q_STAGES"] == 1 and config["IN_PARTS"] != "none"
-                    and not spec.ragged)
+                or (
+                    config["BLOCK_M"] == 2 * ROWS
+                    and config["Q_STAGES"] == 1
+                    and config["IN_PARTS"] != "none"
+                    and not spec.ragged
+                )
             ),
         ),
         Constraint(
