@@ -7,7 +7,7 @@
     python benchmarks/dense_backwards.py --split                                     # both split kernels at a time, predicted
     python benchmarks/dense_backwards.py --keys --out dq_parts.json                  # keys of dQ in parts (also with --list)
     python benchmarks/dense_backwards.py --keys --table dq_parts.json --page docs/experiments/few-queries.md
-    python benchmarks/dense_backwards.py --forms apart --out v_apart.json            # stored, turns, short: next to what serves
+    python benchmarks/dense_backwards.py --forms apart --out v_apart.json            # apart, stored, turns, few or grouped
 
 The calls: of benchmarks/calls/random_calls.json.gz those that were behind a peer, those that are served otherwise since, and
 every eighth of the others. Fused: the row's config, alone on the GPU ("apart"), with dQ finished after, in half blocks (64
@@ -15,8 +15,9 @@ columns; also with rows prepared and dQ finished beside), each in the number of 
 neighbouring numbers of parts. Split: one kernel after the other, and both at a time in each order. --keys: of KEY_CALLS what
 serves with whole keys, and keys of dQ in parts, in the order chosen for each number of parts, and one kernel after the other.
 --forms, each next to what serves: apart (V_APART of the fused kernel, and padded), stored (dS in memory, and split kernels),
-turns (dQ summed in a fixed order by the fused kernel, and by split kernels, as deterministic calls ask for), short (grouped
-heads and short sequences: other forms of the fused kernel, and split kernels). The calls are those of backward_calls.py.
+turns (dQ summed in a fixed order by the fused kernel, and by split kernels, as deterministic calls ask for), few (few tiles: a
+program for each, and split kernels at a time), grouped (parts of groups under a causal mask, as the row has it and alone on the
+GPU; with --list, estimates of the last two). The calls are those of backward_calls.py.
 
 Each result is compared with float32 arithmetic; a wrong one is an error. Each candidate is a CUDA graph; replays are
 interleaved; the file holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute
@@ -39,12 +40,13 @@ import marked
 import side_by_side
 import torch
 import workloads
-from backward_calls import APART_CALLS, KEY_CALLS, SHORT_CALLS, STORED_CALLS, TURN_CALLS
+from backward_calls import APART_CALLS, FEW_CALLS, GROUPED_CALLS, KEY_CALLS, STORED_CALLS, TURN_CALLS
 from launch_choices import race
 
 from fa2tune import gpus
 from fa2tune.calling import backward_plans, choosing, dispatch
 from fa2tune.calling.schedules import (
+    few_split_schedule,
     fused_schedule,
     group_parts_schedule,
     split_backward_schedule,
@@ -58,7 +60,6 @@ from fa2tune.launching import beside, group_parts, passes, stored_ds
 from fa2tune.search_spaces.sm90 import bwd_dkdv_ds, bwd_fused
 from fa2tune.spec.mask import row_mask_named
 from fa2tune.spec.problem import STRATEGIES, Config, Problem
-from fa2tune.spec.variant import WARP_SPECIALIZED
 
 RECORD = Path(__file__).parent / "calls/random_calls.json.gz"
 FUSED_KERNEL, SPLIT_KERNEL = "bwd_fused", "bwd_dkdv"
@@ -66,10 +67,8 @@ EVERY = 8
 LEVEL = 0.99
 WHOLE = "keys whole"
 BURST_MS = 4.0
-#: Of a call, with turns, and of short ones.
+#: Of a call, with turns.
 MOST_FORMS = 7
-#: Of those, up to which kernels are started early.
-LONG_US = 200.0
 
 #: Kernel -> its choice and the parts of its groups.
 Candidate = Mapping[str, tuple[Choice, int]]
@@ -292,54 +291,52 @@ def turn_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     return found
 
 
-def _other_loop(problem: Problem, config: Config, arch: int) -> Config:
-    """That of long calls, alone on the GPU; of head dims in parts, padded."""
-    if config["IN_PARTS"]:
-        return {**config, "IN_PARTS": False, "num_warps": 8}
-    return {**bwd_fused.default(problem.specialization, arch), "HEADS_PER_WAVE": config["HEADS_PER_WAVE"]}
-
-
-def _split_of_few(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
-    """Split kernels of a call of the fused one, one after the other and, on Hopper's, at a time."""
-    _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), True, in_order=False)
-    found: dict[str, Ordered] = {"split": ({kernel: (one, 1) for kernel, one in choices.items()}, "")}
-    if all(WARP_SPECIALIZED in one.variant.implementations for one in choices.values()):
-        found["split, at a time"] = {kernel: (_late(one), 1) for kernel, one in choices.items()}, beside.DQ_AT_ONCE
+def few_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
+    """Of a call of few tiles: the fused kernel, also with a program for each tile; split kernels at a time, where they fit."""
+    _, fused = choosing.choose_backward(choosing.Chooser(problem, gpu), False, few_split=False)
+    _, split = choosing.choose_backward(choosing.Chooser(problem, gpu), True, in_order=False)
+    own = fused[FUSED_KERNEL]
+    found: dict[str, Ordered] = {"fused": ({FUSED_KERNEL: (own, 1)}, "")}
+    one = _fused_form(problem, own, gpu, **fused_schedule.tile_a_program(fused_schedule.apart(own.config)))
+    if one is not None:
+        found["a tile a program"] = one
+    if few_split_schedule.covers(problem, fused) and few_split_schedule.at_once(problem, split, gpu):
+        found["split, at a time"] = {name: (_late(choice), 1) for name, choice in split.items()}, beside.DQ_AT_ONCE
     return found
 
 
-def short_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
-    """Of a call of the fused kernel: split kernels, if it has few tiles; groups in as many parts as can be, and in few; the
-    row's form; the other loop; alone on the GPU, each kernel started early or not; dP not waited for; other bands."""
+def grouped_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
+    """Of grouped heads: as the row has it and alone on the GPU, groups whole, in all parts and in those chosen for either."""
     found = {"served": served(problem, gpu)}
-    own, parts = found["served"][0][FUSED_KERNEL]
-    config, heads = own.config, problem.batch * problem.heads_kv
-    alone = fused_schedule.apart(config)
-    few = heads * -(-problem.seqlen_k // (bwd_fused.GROUPS * bwd_fused.KEYS)) <= gpu.sm_count
-    if few and problem.group == 1:
-        found |= _split_of_few(problem, gpu)
-    counts = group_parts.allowed(problem)
-    for count in dict.fromkeys([1, *counts[1:2], counts[-1]]):
-        if count != parts:
-            found[f"{count} parts" if count > 1 else "groups whole"] = {FUSED_KERNEL: (own, count)}, ""
-    changes: dict[str, Config] = {"row": own.of_row.config, "other loop": _other_loop(problem, config, gpu.arch)}
-    if fused_schedule.predicted_us(problem, config, gpu) < LONG_US:
-        changes |= {"early": fused_schedule.started_early(alone), "alone": {**alone, "EARLY_START": False}}
-    if few:
-        changes["a tile a program"] = {**alone, "PERSISTENT": False, "DYNAMIC": False}
-    changes["exponentials"] = {"EXPONENTIALS_FIRST": not config["EXPONENTIALS_FIRST"]}
-    changes |= {f"bands of {band}": {"HEADS_PER_WAVE": band} for band in (1, 32, 4) if band <= heads}
-    for name, change in changes.items():
-        one = _fused_form(problem, own, gpu, **change)
-        if one is not None and len(found) < MOST_FORMS and not any(_same(one, other) for other in found.values()):
-            found[name] = one
+    own, counts = found["served"][0][FUSED_KERNEL][0], group_parts.allowed(problem)
+    forms = {"row": own.of_row, "alone": replace(own, config=_late_alone(own.config), otherwise=own.of_row.config)}
+    for name, form in forms.items():
+        for parts in dict.fromkeys([1, group_parts_schedule.parts_of(problem, FUSED_KERNEL, form, gpu), counts[-1]]):
+            one: Ordered = {FUSED_KERNEL: (form, parts)}, ""
+            if not any(_same(one, other) for other in found.values()):
+                found[f"{name}, {parts} parts"] = one
     return found
+
+
+def _late_alone(config: Config) -> Config:
+    return {**fused_schedule.apart(config), "EARLY_START": False}
+
+
+def estimate(problem: Problem, one: Ordered, gpu: Gpu) -> str:
+    """Microseconds that a candidate of the fused kernel, or of split ones of few tiles, is expected to take, after a space."""
+    candidate, order = one
+    choices = {kernel: choice for kernel, (choice, _) in candidate.items()}
+    if FUSED_KERNEL in candidate and choices[FUSED_KERNEL].variant.space is bwd_fused.SPACE:
+        choice, parts = candidate[FUSED_KERNEL]
+        return f" {fused_schedule.predicted_us(problem, choice.config, gpu, parts):.1f}"
+    narrow = order == beside.DQ_AT_ONCE and max(problem.head_dim, problem.head_dim_v) <= 128
+    return f" {few_split_schedule.predicted_us(problem, choices):.1f}" if narrow else ""
 
 
 Candidates = Callable[[Problem, Gpu], dict[str, Ordered]]
 FORMS: dict[str, tuple[dict[str, tuple[Problem, dict[str, float]]], Candidates]] = {
     "apart": (APART_CALLS, apart_candidates), "stored": (STORED_CALLS, stored_candidates),
-    "turns": (TURN_CALLS, turn_candidates), "short": (SHORT_CALLS, short_candidates),
+    "turns": (TURN_CALLS, turn_candidates), "few": (FEW_CALLS, few_candidates), "grouped": (GROUPED_CALLS, grouped_candidates),
 }  # fmt: skip
 
 
@@ -503,7 +500,9 @@ def main(listed: bool, predicted: bool, keys: bool, forms: str | None, drawing: 
     given, raced = FORMS[forms] if forms else (KEY_CALLS, key_candidates) if keys else (None, candidates)
     if listed:
         for name, (problem, _) in (todo(h200, drawing) if given is None else given).items():
-            click.echo(f"{name}: {workloads.described(problem)}: {'; '.join(raced(problem, h200))}")
+            made = raced(problem, h200).items()
+            listing = "; ".join(which + (estimate(problem, one, h200) if forms else "") for which, one in made)
+            click.echo(f"{name}: {workloads.described(problem)}: {listing}")
         return
     if predicted:
         click.echo("\n".join(predictions(h200)))

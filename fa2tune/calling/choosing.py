@@ -14,6 +14,7 @@ from functools import cache, partial
 from fa2tune.calling.defaults import better_default, portable_default, small_tiles
 from fa2tune.calling.kinds import Kind, kind_of, kinds_in_turn, kinds_of, other_kind
 from fa2tune.calling.schedules import (
+    few_split_schedule,
     forward_schedule,
     fused_schedule,
     ordered,
@@ -27,6 +28,7 @@ from fa2tune.compiling.choice import Choice, choice_of
 from fa2tune.compiling.compiler import uses_descriptors
 from fa2tune.compiling.registry import Misfit, fitting
 from fa2tune.gpus import Gpu
+from fa2tune.launching import beside
 from fa2tune.logs import warn_once
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import PREDICTED, Row, backward_implementation
@@ -348,14 +350,28 @@ def choose_in_order(chooser: Chooser) -> Choice | None:
     return in_order.instead_of(chooser.problem, free, chooser.gpu)
 
 
+def choose_few_split(chooser: Chooser, fused: Mapping[str, Choice]) -> dict[str, Choice] | None:
+    """The choices of both split kernels, which run at a time in place of the fused kernel; None: that serves."""
+    if not few_split_schedule.FEW_SPLIT or not few_split_schedule.covers(chooser.problem, fused):
+        return None
+    _, kinds = chooser.strategy(True)
+    split = {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[SPLIT]}
+    if not few_split_schedule.pays(chooser.problem, fused, split, chooser.gpu):
+        return None
+    return {**split, beside.DQ: replace(split[beside.DQ], order=beside.DQ_AT_ONCE)}
+
+
 def choose_backward(
-    chooser: Chooser, deterministic: bool, in_order: bool = True
-) -> tuple[str, dict[str, Choice]]:  # fmt: skip
-    """Strategy of a backward, and the choice for each of its kernels. ``in_order``: a deterministic one may be fused."""
+    chooser: Chooser, deterministic: bool, in_order: bool = True, few_split: bool = True
+) -> tuple[str, dict[str, Choice]]:
+    """Strategy of a backward, and the choice for each of its kernels. ``in_order``: a deterministic one may be fused;
+    ``few_split``: one of few tiles may be by split kernels in place of the fused one."""
     if deterministic and in_order and (found := choose_in_order(chooser)) is not None:
         return FUSED, {ordered.KERNEL: found}
     strategy, kinds = chooser.strategy(deterministic)
     choices = {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[strategy]}
+    if few_split and not deterministic and (split := choose_few_split(chooser, choices)) is not None:
+        return SPLIT, split
     return strategy, split_backward_schedule.with_early_start(chooser.problem, choices, chooser.gpu)
 
 

@@ -151,21 +151,23 @@ def _backward_plan(
     chooser: Chooser, deterministic: bool, make: Callable[[str, Mapping[str, Choice]], Made], own: bool = False
 ) -> Made:
     """``_plan`` of a whole backward. A deterministic fused one that does not compile or load here, or that there is nothing to
-    compile with, gives way to the split one: no other fused kernel is deterministic. ``own``: with the rows' own configs."""
-    strategy, choices = choose_backward(chooser, deterministic)
-    if deterministic and strategy == FUSED:
+    compile with, gives way to the split one: no other fused kernel is deterministic. So do split kernels of few tiles to the
+    fused one. ``own``: with the rows' own configs."""
+    strategy, choices = choose_backward(chooser, deterministic, few_split=not own)
+    few_split = any(choice.order for choice in choices.values())
+    instead = FUSED if few_split else SPLIT if deterministic and strategy == FUSED else ""
+    if instead:
         try:
             plan = make(strategy, choices)
         except Exception as error:
             if not cannot_be_had(error):
                 raise
-            warn_once(
-                f"the first choice for a deterministic backward failed on {chooser.gpu.name} ({error}); next: {SPLIT}"
-            )
+            what = "a deterministic backward" if deterministic else "a backward of few tiles"
+            warn_once(f"the first choice for {what} failed on {chooser.gpu.name} ({error}); next: {instead}")
         else:
             SERVED.update(forward_plans.steps(plan, choices))
             return plan
-        strategy, choices = choose_backward(chooser, deterministic, in_order=False)
+        strategy, choices = choose_backward(chooser, deterministic, in_order=False, few_split=False)
     return _plan(chooser, _of_rows(choices) if own else choices, partial(make, strategy))
 
 

@@ -17,7 +17,12 @@ from fa2tune.calling.backward_plans import Whole
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.explanation import Explanation, Served
 from fa2tune.calling.kinds import Kind
-from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, split_backward_schedule
+from fa2tune.calling.schedules import (
+    few_split_schedule,
+    fused_schedule,
+    group_parts_schedule,
+    split_backward_schedule,
+)
 from fa2tune.compiling import compiler, fingerprint
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
@@ -52,16 +57,18 @@ def explain_problem(
     return Explanation(problem, gpu, whole.node.triton, tuple(kernels), present)
 
 
-def _served_backward(chooser: Chooser, deterministic: bool, in_order: bool = True) -> list[Served]:
-    """The whole backward, and the kernels of its strategy. ``in_order``: as ``choose_backward`` has it."""
-    strategy, choices = choose_backward(chooser, deterministic, in_order)
+def _served_backward(chooser: Chooser, deterministic: bool, first: bool = True) -> list[Served]:
+    """The whole backward, and the kernels of its strategy. ``first``: ``choose_backward``'s first choice, else what a call
+    takes where that cannot be had."""
+    strategy, choices = choose_backward(chooser, deterministic, first, first)
     split = deterministic and strategy == SPLIT  # a fused one in a fixed order has the row of any call
+    few_split = any(choice.order for choice in choices.values())
     (answer, refused), problem = chooser.find_backward(split), chooser.problem
     whole = Served(
         choosing.key_of(problem, BACKWARD, chooser.gpu), answer.row.config if answer else {}, answer, refused,
         nearest=_nearest(chooser, BACKWARD), mask=problem.mask, unmeasured=problem.unmeasured,
     )  # fmt: skip
-    _, kinds = chooser.strategy(split)
+    _, kinds = chooser.strategy(split or few_split)
     divided = backward_plans.division(problem, choices, chooser.gpu)
     one, refused_one = backward_plans.whole(problem, choices, divided, chooser.gpu)
     if one is not None:
@@ -69,8 +76,10 @@ def _served_backward(chooser: Chooser, deterministic: bool, in_order: bool = Tru
         if whole.runs is not None:
             return [whole]
     found = [_served(chooser, kernel, kinds.get(kernel), choices[kernel]) for kernel in STRATEGIES[strategy]]
-    if deterministic and strategy == FUSED and any(one.lacking for one in found):
-        return _served_backward(chooser, deterministic, in_order=False)  # as a call does
+    if ((deterministic and strategy == FUSED) or few_split) and any(one.lacking for one in found):
+        return _served_backward(chooser, deterministic, first=False)  # as a call does
+    if few_split:
+        whole = replace(whole, form=few_split_schedule.FORM)
     if any(one.form == fused_schedule.IN_ORDER_FORM for one in found):
         whole = replace(whole, form=fused_schedule.IN_ORDER_FORM)
     order = divided.order

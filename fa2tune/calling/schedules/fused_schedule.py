@@ -43,12 +43,12 @@ GROUP_COSTS, MOST_HEADS = 0.02, 16
 BESIDE_US = {32: 0.00435, 64: 0.0087, 128: 0.0160}
 FINISH_BESIDE_US = {32: 0.0036, 64: 0.0072, 128: 0.0171}
 LINE, SUM_BYTES = 128, 4
-#: Bytes a microsecond of the whole GPU where nothing else runs, which prepares rows and finishes them.
-PREPARE_RATE, FINISH_RATE = 3.6e6, 4.4e6
-#: Share of the memory's bandwidth that the main kernel reaches, and what runs beside it, where rows do not stay in the L2.
-FETCH_RATE = 0.6
-#: Tiles that a row is seen by, up to which a row that left the L2 is fetched again. Of more the records do not agree.
-MOST_SEEN = 4
+#: Bytes a microsecond of the whole GPU where nothing else runs, which prepares rows and finishes them; and gigabytes a second
+#: of the memory that these are of: of another they are slower in proportion, where rows do not stay in the L2.
+PREPARE_RATE, FINISH_RATE, RATED_GBS = 3.6e6, 4.4e6, 4800
+#: Share of the memory's bandwidth that the main kernel reaches, and what runs beside it, where rows do not stay in the L2. A
+#: row is fetched in pieces of so many bytes. What programs take otherwise overlaps with it: times add up as such powers.
+FETCH_RATE, PIECE, TOGETHER = 0.6, 64, 4
 #: Of a call, of BESIDE, of each launch, and at least of what runs before and after the tiles.
 CALL_US, BESIDE_CALL_US, LAUNCH_US, END_US = 0.98, 1.15, 1.9, 0.96
 #: Share of the memory's bandwidth that copies of K and V for parts of groups reach, and sums of dK and dV; and what the sum of
@@ -70,6 +70,9 @@ PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
 #: Whether calls of up to so many microseconds have each kernel started before the one before it ends (not yet raced enough to
 #: be on); and what that saves: 1.1 to 2.6 measured in five calls (docs/experiments/fused-backward-ends.md).
 EARLY_START, EARLY_START_US, EARLY_SAVES_US = True, 100.0, 1.3
+#: Whether calls of no more tiles than multiprocessors have a program for each, alone on the GPU, which asks for no further tile
+#: (not raced enough yet to be on): level to 1.1 us less in nine calls of 12 to 37 us.
+TILE_A_PROGRAM = False
 #: Tiles given out one by one at most; of more, all programs have the mean and half of the longest or last tile.
 MOST_TILES = 4096
 
@@ -180,11 +183,16 @@ class RowCosts(NamedTuple):
     columns: int  #: of its sums
     prepared: int  #: bytes that preparing it moves: o and do are read, zeros are written
     finished: int  #: the same of finishing it
-    loaded: int  #: of the tensors that the main kernel reads of it
+    loaded: int  #: of the tensors that the main kernel reads of it, in whole pieces
     prepare_us: float  #: of the whole GPU where nothing else runs
     finish_us: float
     prepare_beside_us: float  #: of one multiprocessor beside others
     finish_beside_us: float
+
+
+def _pieces(size: int) -> int:
+    """Bytes of the memory's pieces that a row of so many lies in, rows one after the other, on average."""
+    return size + PIECE - math.gcd(size, PIECE)
 
 
 @lru_cache(maxsize=256)
@@ -194,8 +202,9 @@ def _row_costs(spec: Specialization, in_parts: bool, v_apart: bool, narrow: bool
     prepared = zeros + 2 * o
     finished = SUM_BYTES * (sum(head_dim_parts(spec.head_dim)) if in_parts else columns) + item * spec.head_dim
     lines = o / LINE + (o % LINE > 0)
+    loaded = _pieces(item * spec.head_dim) + _pieces(o)
     return RowCosts(
-        columns, prepared, finished, item * (spec.head_dim + spec.head_dim_v), prepared / PREPARE_RATE, finished / FINISH_RATE,
+        columns, prepared, finished, loaded, prepared / PREPARE_RATE, finished / FINISH_RATE,
         BESIDE_US[columns] * (zeros / LINE + 2 * lines) / (2 * zeros / LINE),
         FINISH_BESIDE_US[columns] * finished / (1.5 * zeros),
     )  # fmt: skip
@@ -225,6 +234,16 @@ def _tile_us(problem: Problem, group: int, form: FusedForm) -> tuple[float, ...]
     return tuple([group * count * block + ends for count in _blocks_of(problem, form.rows)])
 
 
+def _missed(tiles: int, group: int, heads: int, kept: int, band: int, gpu: Gpu) -> float:
+    """Share of a group's query heads whose rows, of ``kept`` bytes, have left the L2 when the next of so many key tiles comes
+    to them. Under a causal mask a tile has 128 queries less of each head than the one before it, so from head to head programs
+    that began together are further apart. Those of later rounds begin one after the other, which makes up for some heads."""
+    programs = min(gpu.sm_count, tiles * heads)
+    near = min(1.0, gpu.l2_bytes / (programs * bwd_fused.GROUPS * bwd_fused.KEYS * kept * group))  # share of heads
+    first, made_up = programs / (tiles * heads), min(band, heads) * tiles / (2 * programs)
+    return first * (1 - near) + (1 - first) * max(0.0, 1 - near - min(made_up, near))
+
+
 @lru_cache(maxsize=4096)
 def _fetched(problem: Problem, group: int, heads: int, row: RowCosts, form: FusedForm, gpu: Gpu) -> float:
     """Bytes that the main kernel moves to and from memory: q, do and the sums of dQ; 0: all rows stay in the L2."""
@@ -234,13 +253,15 @@ def _fetched(problem: Problem, group: int, heads: int, row: RowCosts, form: Fuse
         return 0.0
     blocks = _blocks(problem.seqlen_q, problem.seqlen_k, problem.mask, form.rows)
     seen = sum(blocks) / -(-problem.seqlen_q // form.rows)  # tiles that a row is seen by
-    missed = 0.0
-    if problem.mask == CAUSAL and seen <= MOST_SEEN:
-        # a tile has 128 queries less of each head than the one before it, so with each head they are further apart
-        programs = min(gpu.sm_count, len(blocks) * heads)
-        missed = max(0.0, 1 - gpu.l2_bytes / (programs * bwd_fused.GROUPS * bwd_fused.KEYS * kept * group))
+    missed = _missed(len(blocks), group, heads, kept, form.heads_per_wave, gpu) if problem.mask == CAUSAL else 0.0
     times = 1 + (seen - 1) * missed if seen > 1 else seen
     return rows * times * (kept + sums)
+
+
+def _with_memory(busy: float, moved: float, gpu: Gpu) -> float:
+    """Microseconds of programs that take ``busy`` where nothing waits for memory, and move so many bytes."""
+    waits = moved / (gpu.hbm_gbs * 1e3 * FETCH_RATE)
+    return (busy**TOGETHER + waits**TOGETHER) ** (1 / TOGETHER)
 
 
 @lru_cache(maxsize=4096)
@@ -248,6 +269,8 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
     """``predicted_us``."""
     sm_count, row = gpu.sm_count, _row_costs(problem.specialization, form.in_parts, form.v_apart, form.narrow)
     group, heads = problem.group // parts, problem.batch * problem.heads_kv * parts
+    if len(_blocks_of(problem, form.rows)) * heads <= sm_count:  # no program has a second tile
+        form = form._replace(persistent=True)
     costs, fetched = _tile_us(problem, group, form), _fetched(problem, group, heads, row, form, gpu)
     band, tiles = min(form.heads_per_wave, heads), len(costs) * heads
     chunks_of_head = _chunks(problem)
@@ -256,13 +279,14 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
     if problem.extent.ragged:  # whole chunks of each sequence
         rows = chunks * bwd_fused.CHUNK
     fixed = CALL_US + LAUNCH_US + END_US + parts_us(problem, parts, gpu)
-    by_memory = 1 / (gpu.hbm_gbs * 1e3 * FETCH_RATE)
     others = 132 / sm_count  # what all multiprocessors do together, other GPUs do as much slower
+    if rows * row.finished > gpu.l2_bytes:
+        others = max(others, RATED_GBS / gpu.hbm_gbs)
     before, after = row.prepare_us * others, row.finish_us * others
     if not form.beside:
         prepared = max(END_US, chunks * bwd_fused.CHUNK * before)
         ended = _over(costs, heads, band, Programs(min(tiles, sm_count), 0, 0.0, 0.0), exact)
-        ended = max(ended, fetched * by_memory)
+        ended = _with_memory(ended, fetched, gpu)
         saved = EARLY_SAVES_US if form.early_start else 0.0
         return fixed + LAUNCH_US + prepared + ended + rows * after - saved
     # every program prepares a share of what the main kernel begins with, and some go on with the rest (sm90/bwd_beside.py)
@@ -284,7 +308,8 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
         ended = max(ended, late + max(costs))
     most = rows * max(0.0, 1 - count / tiles) if form.finish_beside else 0.0  # rows that are finished beside
     if fetched:
-        ended = max(ended, (fetched + rows * row.prepared + most * row.finished) * by_memory)
+        there = SUM_BYTES * row.columns  # zeros, which the first tile that adds to them finds in the L2
+        ended = _with_memory(ended, fetched + rows * (row.prepared - there) + most * row.finished, gpu)
     left = float(rows)
     if form.finish_beside:
         finished = (sm_count - count) * max(0.0, ended - late) / row.finish_beside_us
@@ -342,12 +367,23 @@ def started_early(config: Config) -> Config:
     return {**config, "EARLY_START": True}
 
 
+def tile_a_program(config: Config) -> Config:
+    """With a program for each tile."""
+    return {**config, "PERSISTENT": False, "DYNAMIC": False}
+
+
 def all_forms(problem: Problem, choice: Choice, arch: int) -> Iterator[Config]:
     """Every config of other machine code that some dense call may have in place of a row's."""
     found = [form for form, _ in forms(problem, choice, arch)]
     yield from found
-    if EARLY_START and covers(choice.variant, problem):
-        yield from (started_early(form) for form in [choice.config, *found] if not form["BESIDE"])
+    if not covers(choice.variant, problem):
+        return
+    alone = [form for form in [choice.config, *found] if not form["BESIDE"]]
+    early = [started_early(form) for form in alone] if EARLY_START else []
+    yield from early
+    for form in [*alone, *early] if TILE_A_PROGRAM else []:
+        if _allowed(tuple(tile_a_program(form).items()), problem.specialization, arch):
+            yield tile_a_program(form)
 
 
 def least_us(problem: Problem, config: Config, gpu: Gpu, below: float = math.inf) -> float:
@@ -387,6 +423,9 @@ def of_dense(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
         config, time = _early_if_short(problem, other, gpu, wanted)
         if time < wanted:
             best, least = config, time
+    if TILE_A_PROGRAM and not best["BESIDE"] and in_parts <= gpu.sm_count:
+        one = tile_a_program(best)
+        best = one if _allowed(tuple(one.items()), problem.specialization, gpu.arch) else best
     return choice if best == own else replace(choice, config=best, otherwise=own)
 
 
@@ -407,4 +446,5 @@ def about(choice: Choice) -> str:
     early = bool(config.get("EARLY_START"))
     words += ["alone on the GPU"] if words or own["BESIDE"] or not early else []
     words += ["each kernel started early"] if early else []
+    words += ["a program for each tile"] if not config["PERSISTENT"] and own["PERSISTENT"] else []
     return ", ".join(words)

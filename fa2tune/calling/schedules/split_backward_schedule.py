@@ -66,7 +66,8 @@ class Tiles(NamedTuple):
         return len(self.costs) * self.heads
 
 
-def _of_hopper(problem: Problem, choices: Mapping[str, Choice]) -> bool:
+def of_hopper(problem: Problem, choices: Mapping[str, Choice]) -> bool:
+    """Whether choices are the split Hopper kernels, of a mask that was recorded."""
     if set(choices) != {DQ, DKDV} or problem.mask not in (CAUSAL, FULL) or problem.is_empty:
         return False
     return (choices[DQ].variant.space, choices[DKDV].variant.space) == (bwd_dq.SPACE, bwd_dkdv.SPACE)
@@ -74,14 +75,14 @@ def _of_hopper(problem: Problem, choices: Mapping[str, Choice]) -> bool:
 
 def covers(problem: Problem, choices: Mapping[str, Choice]) -> bool:
     """Whether a backward is like those that were recorded: the split Hopper kernels of head dims above 128."""
-    return _of_hopper(problem, choices) and max(block_dims(problem.specialization)) > 128
+    return of_hopper(problem, choices) and max(block_dims(problem.specialization)) > 128
 
 
 def with_early_start(problem: Problem, choices: dict[str, Choice], gpu: Gpu) -> dict[str, Choice]:
     """Those of a backward, of a short dense one with dK/dV's kernel started before dQ's ends. Not where copies of K and V for
     parts of groups come between both, which it would read too early; nor where it is alone on a side stream, whose events it
     waits for in any case. Of head dims up to 128 the time is a rough one."""
-    if not fused_schedule.EARLY_START or problem.extent.ragged or not _of_hopper(problem, choices):
+    if not fused_schedule.EARLY_START or problem.extent.ragged or not of_hopper(problem, choices):
         return choices
     parts = group_parts_schedule.parts_of(problem, DKDV, choices[DKDV], gpu)
     copied = parts > 1 and group_parts.copies(problem)
@@ -268,6 +269,8 @@ def _order(dq: Tiles, dkdv: Tiles, fixed: float, delta: float, sm_count: int) ->
 def order_of(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], gpu: Gpu) -> str:
     """Of ``beside.ORDERS``, in which both kernels of a backward run at a time; "": one after the other. ``choices``: by kernel;
     ``parts``: of query groups, by kernel, and of dQ's keys."""
+    if DQ in choices and choices[DQ].order:
+        return choices[DQ].order
     if not covers(problem, choices):
         return ""
     count, splits = parts.get(DKDV, 1), parts.get(DQ, 1)
