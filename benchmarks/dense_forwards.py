@@ -3,16 +3,14 @@
     python benchmarks/dense_forwards.py RECORD... --compile                                  # first: every binary; no GPU
     python benchmarks/dense_forwards.py RECORD... --out dense_forwards.json [--seconds 300]  # resumes from the file
     python benchmarks/dense_forwards.py RECORD... --wide --out dense_forwards_wide.json      # tiles of head dims above 128
-    python benchmarks/dense_forwards.py RECORD... --more-keys --out more_keys.json           # blocks of 96 keys
     python benchmarks/dense_forwards.py --table dense_forwards.json                         # a file, as text
 
 RECORD: drawings of benchmarks/random_calls.py (benchmarks/calls/random_calls_6.json.gz). Of their forwards, those below BEHIND
 of a peer. Candidates are what serves; the row's config, and one config for each tile of few_tiles.PACES, "lazy" and, of LONG
 keys, "never"; the estimated best tiles of several heads, of each size; the estimated best split of keys where queries are few,
 and the Hopper one where tiles are. With --wide: of calls with V in parts above 128, 128 x 64 tiles with and without turns and
-Q in registers, and with a third stage where O has room of its own, which the search space leaves out. With --more-keys: of the
-calls MORE_KEYS_CALLS, behind a peer or not, blocks of 96 keys, and of 80, beside those of 64. Each result is compared with
-float32 arithmetic; a wrong one is not timed, and said. Each candidate is a CUDA graph; replays are interleaved; the file
+Q in registers, and with a third stage where O has room of its own, which the search space leaves out. Each result is compared
+with float32 arithmetic; a wrong one is not timed, and said. Each candidate is a CUDA graph; replays are interleaved; the file
 holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute capability 9.0.
 """
 
@@ -44,7 +42,7 @@ from fa2tune.compiling.registry import variant_named
 from fa2tune.fleet.precompile import BinaryJob
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
-from fa2tune.search_spaces.sm90.fwd import of_tiles, third_stage
+from fa2tune.search_spaces.sm90.fwd import of_tiles
 from fa2tune.spec.problem import Config, Problem, head_dim_parts
 from fa2tune.spec.score import NONE
 
@@ -52,8 +50,6 @@ BEHIND = 1.0
 BURST_MS = 3.0
 SHOWN, MOST_SHARED, FEW_QUERIES = 5, 4, 128
 LONG = 512  #: from so many keys on forms are tried with RESCALE "never", too
-#: Drawing -> places of calls whose O takes two parts of a tile, of several key blocks: short and long, under both masks.
-MORE_KEYS_CALLS = {"5": (5, 36, 50, 56, 66), "6": (1, 6, 59, 71), "7": (2, 20, 33, 96), "8": (35, 47, 66, 83)}
 #: What is named of a config.
 NAMED = ("BLOCK_M", "BLOCK_N", "Q_STAGES", "STAGES", "RESCALE", "IN_PARTS", "HEADS_PER_WAVE", "maxnreg", "O_THROUGH")
 YES_NO = {"PINGPONG": "in turn", "Q_IN_REGISTERS": "Q kept", "NUMBERED": "numbered"}
@@ -65,21 +61,18 @@ def is_wide(problem: Problem) -> bool:
 
 
 def calls(
-    records: tuple[Path, ...], every: int | None, forms: str | None = None
+    records: tuple[Path, ...], every: int | None, wide: bool = False
 ) -> dict[str, tuple[Problem, Mapping[str, float]]]:
-    """Name -> (call, recorded microseconds), of the forwards behind a peer, or of every so many-th. ``forms``: a key of
-    FORMS."""
+    """Name -> (call, recorded microseconds), of the forwards behind a peer, or of every so many-th."""
     found = {}
     for path in records:
         record = json.loads(gzip.decompress(path.read_bytes()))
-        runs, drawing = record.get("runs", [record]), path.name.split(".")[0].removeprefix("random_calls")
+        runs = record.get("runs", [record])
         for place, (name, call) in enumerate(pair for run in runs for pair in run["calls"].items()):
             run = call.get("fwd", {})
             taken = run.get("ratio", 1.0) < BEHIND if every is None else place % every == 0
-            if forms == "more keys":
-                taken = place in MORE_KEYS_CALLS.get(drawing.removeprefix("_"), ())
-            if "us" in run and taken and (is_wide(posed(call)) or forms is None):
-                found[f"{drawing} {place} {name}"] = posed(call), run["us"]
+            if "us" in run and taken and (is_wide(posed(call)) or not wide):
+                found[f"{path.name.split('.')[0].removeprefix('random_calls')} {place} {name}"] = posed(call), run["us"]
     return found
 
 
@@ -104,25 +97,10 @@ def wide_candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     return {label(one): one for one in made}
 
 
-def more_keys_candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
-    """As ``candidates``, with --more-keys, in the tile order that serves. Blocks of 80 keys are none of the space's values."""
-    chosen, spec = choosing.choose(problem, "fwd", gpu).config, problem.specialization
-    order = {"HEADS_PER_WAVE": chosen.get("HEADS_PER_WAVE", 0)}
-    usual, longer, shorter = ({**of_tiles(spec, 128, keys, 0), **order} for keys in (64, 96, 80))
-    third = [found] if (found := third_stage(spec, usual)) is not None else []
-    made = [chosen, usual, *third, longer, {**longer, "Q_IN_REGISTERS": False}, {**longer, "NUMBERED": False}]
-    made += [{**longer, "PINGPONG": False}, {**longer, "PINGPONG": False, "Q_IN_REGISTERS": False}, shorter]
-    if problem.seqlen_k >= LONG:
-        made += [{**one, "RESCALE": "never"} for one in (usual, longer)]
-    space = variant_named("sm90/fwd").space
-    made = [one for one in made if one is chosen or space.broken(one, spec, gpu.arch) is None]
-    return {label(one): one for one in made}
-
-
-def candidates(problem: Problem, gpu: Gpu, forms: str | None = None) -> dict[str, Config]:
-    """Name -> config; the first is the row's. ``forms``: a key of FORMS."""
-    if forms is not None:
-        return FORMS[forms](problem, gpu)
+def candidates(problem: Problem, gpu: Gpu, wide: bool = False) -> dict[str, Config]:
+    """Name -> config; the first is the row's."""
+    if wide:
+        return wide_candidates(problem, gpu)
     spec, space = problem.specialization, variant_named("sm90/fwd").space
     row = choosing.choose(problem, "fwd", gpu, True)
     made = [row.config, *(of_tiles(spec, *form) for form in few_tiles.PACES)]
@@ -140,13 +118,9 @@ def candidates(problem: Problem, gpu: Gpu, forms: str | None = None) -> dict[str
     return {label(one): one for one in made}
 
 
-#: What --wide and --more-keys race.
-FORMS = {"wide": wide_candidates, "more keys": more_keys_candidates}
-
-
-def launched(problem: Problem, gpu: Gpu, forms: str | None) -> Iterator[BinaryJob]:
+def launched(problem: Problem, gpu: Gpu, wide: bool) -> Iterator[BinaryJob]:
     """The binaries of the candidates."""
-    for config in candidates(problem, gpu, forms).values():
+    for config in candidates(problem, gpu, wide).values():
         if few_queries.in_place(config):
             kernels = [(v, c, its.specialization) for v, c, its in key_splits.kernels(problem, config, gpu.arch)]
         else:
@@ -157,7 +131,7 @@ def launched(problem: Problem, gpu: Gpu, forms: str | None) -> Iterator[BinaryJo
             yield variant, spec, tuple(sorted(compiler.binary_config(variant, one).items()))
 
 
-def measured(problem: Problem, gpu: Gpu, forms: str | None) -> tuple[dict[str, float], dict[str, str]]:
+def measured(problem: Problem, gpu: Gpu, wide: bool) -> tuple[dict[str, float], dict[str, str]]:
     """Candidate -> microseconds, what serves is the first; and candidate -> what is wrong with it."""
     q, k, v = (
         torch.randn(problem.batch, length, heads, dim, device="cuda", dtype=torch.bfloat16)
@@ -175,7 +149,7 @@ def measured(problem: Problem, gpu: Gpu, forms: str | None) -> tuple[dict[str, f
     scale = problem.head_dim**-0.5
     ours = passes.describe(q, k, v, problem.mask, scale)
     plans: dict[str, Any] = {"served": partial(dispatch.forward, mask=problem.mask, softmax_scale=scale, score=NONE)}
-    for name, config in candidates(ours, gpu, forms).items():
+    for name, config in candidates(ours, gpu, wide).items():
         kind = key_splits.SplitPlan if few_queries.in_place(config) else passes.ForwardPlan
         with contextlib.suppress(compiler.CompileError):
             plans[name] = kind(ours, q, k, v, scale, config)
@@ -202,8 +176,7 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.argument("records", nargs=-1, type=click.Path(exists=True, path_type=Path))
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
 @click.option("--every", type=int, help="Every so many-th call, behind a peer or not.")
-@click.option("--wide", "forms", flag_value="wide", help="Head dims in parts above 128, in forms of 128 x 64 tiles.")
-@click.option("--more-keys", "forms", flag_value="more keys", help="MORE_KEYS_CALLS in blocks of 96 keys, and of 64.")
+@click.option("--wide", is_flag=True, help="Only calls of head dims in parts above 128, in forms of 128 x 64 tiles.")
 @click.option(
     "--compile", "compiled", is_flag=True, help="Compile what would be timed on an H200, on all cores; no GPU."
 )
@@ -211,27 +184,27 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
-def main(records: tuple[Path, ...], listed: bool, every: int | None, forms: str | None, compiled: bool, share: slice,
+def main(records: tuple[Path, ...], listed: bool, every: int | None, wide: bool, compiled: bool, share: slice,
          seconds: float, out: Path | None, shown: Path | None) -> None:  # fmt: skip
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
-    wanted = dict(list(calls(records, every, forms).items())[share])
+    wanted = dict(list(calls(records, every, wide).items())[share])
     if listed:
         for name, (problem, _) in wanted.items():
             click.echo(
-                f"{name}: {workloads.described(problem)}: {'; '.join(candidates(problem, gpus.named('h200'), forms))}"
+                f"{name}: {workloads.described(problem)}: {'; '.join(candidates(problem, gpus.named('h200'), wide))}"
             )
         return
     if compiled:
         gpu = gpus.named("h200")
-        ahead.compile_all((job for problem, _ in wanted.values() for job in launched(problem, gpu, forms)), gpu)
+        ahead.compile_all((job for problem, _ in wanted.values() for job in launched(problem, gpu, wide)), gpu)
         return
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
 
     def one(pair: tuple[Problem, Mapping[str, float]]) -> dict[str, Any]:
         problem, us = pair
-        times, wrong = measured(problem, dispatch.gpu_of(0), forms)
+        times, wrong = measured(problem, dispatch.gpu_of(0), wide)
         return {"call": workloads.described(problem), "us": times, "wrong": wrong, "when drawn": us}
 
     side_by_side.fill(record, wanted, one, seconds, out, line)

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import mbarrier
-from fa2tune.kernels.lib.hopper_parts import expect_parts, load_keys, load_parts, squares_of, tiles_in
+from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts, squares_of, tiles_in
 from fa2tune.search_spaces.portable import fwd_norms
 from fa2tune.search_spaces.sm90 import fwd as space
 
@@ -226,12 +226,14 @@ def produce(q, k, v, smem, barriers, call, form):
             stage = (done + j) % form.STAGES
             row = (below - 1 - j) * form.BLOCK_N  # the last block, the one under the mask, comes first
             await_room(barriers.k_empty, done + j, K_EMPTY, form)
-            load_keys(k, b, h_kv, row, barriers.k_ready.index(stage), smem.k, stage, form.BLOCK_N)
+            expect_parts(k, barriers.k_ready.index(stage))
+            load_parts(k, b, h_kv, row, barriers.k_ready.index(stage), smem.k, stage)
             if not form.Q_LATE:
                 if j == 0:
                     load_q(q, b, h, start_m, turn, smem, barriers, FIRST, form.GROUPS, form)
             await_room(barriers.v_empty, done + j, V_EMPTY, form)
-            load_keys(v, b, h_kv, row, barriers.v_ready.index(stage), smem.v, stage, form.BLOCK_N)
+            expect_parts(v, barriers.v_ready.index(stage))
+            load_parts(v, b, h_kv, row, barriers.v_ready.index(stage), smem.v, stage)
             if form.Q_LATE:
                 if j == blocks_before_q(turn, n_blocks, form) - 1:
                     load_q(q, b, h, start_m, turn, smem, barriers, FIRST, form.GROUPS, form)

@@ -5,29 +5,21 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import mbarrier
+from fa2tune.kernels.lib.hopper import mbarrier, warpgroup_mma_wait
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
+    ROWS,
     V_EMPTY,
     await_turn,
     hand_back,
+    of_carried,
     pass_turn_on,
     shrunk,
+    sum_parts,
+    to_carry,
     words_suit,
 )
-from fa2tune.kernels.lib.hopper_key_tiles import (
-    add_keys,
-    hidden,
-    keys_to_carry,
-    left_layout,
-    negated,
-    products_of_keys,
-    row_maxima,
-    scores_done,
-    sums_of,
-    weights_of,
-)
-from fa2tune.kernels.lib.hopper_parts import of_first_keys, products_done
+from fa2tune.kernels.lib.hopper_parts import add_products, product_layout, product_of_rows, products_done, tiles_in
 
 
 class Seen(NamedTuple):
@@ -45,11 +37,13 @@ class Seen(NamedTuple):
 def issue_scores(q_tile, smem, barriers, entry, pred, CONSUMER: gl.constexpr, form):
     """Starts Q K^T [ROWS, BLOCK_N] of a ring entry, once it is there and, with PINGPONG, it is this group's turn. Without
     pred it does not wait for the entry and multiplies what lies there."""
+    layout: gl.constexpr = product_layout(form.BLOCK_N)
     stage = entry % form.STAGES
     mbarrier.wait(barriers.k_ready.index(stage), (entry // form.STAGES) & 1, pred=pred)
     if form.PINGPONG:
         await_turn(CONSUMER)
-    return products_of_keys(q_tile, smem.k, stage, form.BLOCK_N)
+    k_tile = tiles_in(smem.k, stage)
+    return product_of_rows(q_tile, k_tile, gl.zeros([ROWS, form.BLOCK_N], gl.float32, layout))
 
 
 @gluon.jit
@@ -59,39 +53,39 @@ def over_keys(
 ):  # fmt: skip
     """Key blocks [begin, end), counted back from block ``below`` - 1: Q K^T of block j is in flight together with P V of
     block j - 1, whose P is carried. RESCALE "never": no score times qk_scale exceeds peak by more than P's type can hold."""
-    v_smem = of_first_keys(smem.v, form.BLOCK_N)
-    dtype: gl.constexpr = v_smem[0].dtype
-    p_layout: gl.constexpr = left_layout(v_smem[0].shape[-1])
+    dtype: gl.constexpr = smem.v[0].dtype
+    s_layout: gl.constexpr = product_layout(form.BLOCK_N)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
     AS_WORDS: gl.constexpr = words_suit(form.WIDEST, form.RIGHT_BOUNDED)
     for j in range(begin, end):
         entry = seen.done + j
         v_stage = (entry - 1) % form.STAGES
         s_next = issue_scores(q_tile, smem, barriers, entry, True, CONSUMER, form)
         mbarrier.wait(barriers.v_ready.index(v_stage), ((entry - 1) // form.STAGES) & 1)
-        o_next = add_keys(p, smem.v, v_stage, acc, dtype, form.BLOCK_N)
+        o_next = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_stage), acc)
         if form.PINGPONG:
             pass_turn_on(CONSUMER, form.GROUPS)
-        s = scores_done(s_next, len(acc), form.BLOCK_N)
+        s = warpgroup_mma_wait(len(acc), deps=[s_next])
         hand_back(barriers.k_empty, entry, True, K_EMPTY, form)
         if form.NEGATE:
-            s = negated(s, form.BLOCK_N)
+            s = -s
         if MASK:
             column = (seen.below - 1 - j) * form.BLOCK_N
-            s = hidden(s, seen.rows, column, seen.offset, seen.seqlen_k, seen.window, form.HIDE, form.BLOCK_N)
+            s = form.HIDE(s, seen.rows, column, seen.offset, seen.seqlen_k, seen.window, s_layout)
         if RESCALE == "never":
-            weights = weights_of(s, qk_scale, peak, form.BLOCK_N)
-            total += sums_of(weights, form.BLOCK_N)
+            weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
+            total += sum_parts(weights)
         else:
-            new_peak = gl.maximum(peak, row_maxima(s, form.BLOCK_N) * qk_scale)
+            new_peak = gl.maximum(peak, gl.max(s, 1) * qk_scale)
             if RESCALE == "lazy":
                 new_peak = gl.where(new_peak - peak > 8.0, new_peak, peak)
             shrink = gl.exp2(peak - new_peak)
-            weights = weights_of(s, qk_scale, new_peak, form.BLOCK_N)
-            total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + sums_of(
-                weights, form.BLOCK_N
+            weights = gl.exp2(gl.fma(s, qk_scale, -new_peak[:, None]))
+            total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + sum_parts(
+                weights
             )
             peak = new_peak
-        next_p = keys_to_carry(weights, dtype, p_layout, AS_WORDS, form.BLOCK_N)
+        next_p = to_carry(weights, dtype, p_layout, AS_WORDS)
         acc = products_done(o_next)
         hand_back(barriers.v_empty, entry - 1, True, V_EMPTY, form)
         if RESCALE != "never":

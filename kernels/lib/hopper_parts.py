@@ -24,33 +24,12 @@ def product_layout(columns):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
-@gluon.constexpr_function
-def first_keys(keys):
-    """Of a block of so many keys, those of its first tile: tiles are powers of two wide."""
-    return 1 << (keys.bit_length() - 1)
-
-
-@gluon.constexpr_function
-def more_keys(keys):
-    """And of its second, 0: it has none. 96 keys are tiles of 64 and of 32."""
-    return keys - (1 << (keys.bit_length() - 1))
-
-
 @gluon.jit
 def descriptors_of(first, rest):
     """Those of a tensor's parts. ``rest``: None where there is one part."""
     found = (first,)
     if rest is not None:
         found = (first, rest)
-    return found
-
-
-@gluon.jit
-def descriptors_of_keys(first, rest, more, more_rest):
-    """Those of K or V; where a block has two tiles of keys, a tuple of both tiles'. ``more``: None where it has one."""
-    found = descriptors_of(first, rest)
-    if more is not None:
-        found = (found, descriptors_of(more, more_rest))
     return found
 
 
@@ -62,25 +41,6 @@ def shared_for(descriptors, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl
     if REST > 0:
         found = (found[0], _slots_for(descriptors[1], SLOTS, HEIGHT, REST))
     return found
-
-
-@gluon.jit
-def shared_for_keys(descriptors, SLOTS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr):
-    """The same of blocks of K or V, as ``descriptors_of_keys`` has them."""
-    if more_keys(KEYS) > 0:
-        first = shared_for(descriptors[0], SLOTS, first_keys(KEYS), WIDTH, REST)
-        found = (first, shared_for(descriptors[1], SLOTS, more_keys(KEYS), WIDTH, REST))
-    else:
-        found = shared_for(descriptors, SLOTS, KEYS, WIDTH, REST)
-    return found
-
-
-@gluon.jit
-def of_first_keys(of_block, KEYS: gl.constexpr):
-    """What a block's first tile of keys has: the parts of K or V, or a tile of scores."""
-    if more_keys(KEYS) > 0:
-        of_block = of_block[0]
-    return of_block
 
 
 @gluon.jit
@@ -125,18 +85,6 @@ def load_parts(descriptors, b, h, row, barrier, smem, slot):
 
 
 @gluon.jit
-def load_keys(descriptors, b, h, row, barrier, smem, slot, KEYS: gl.constexpr):
-    """A block of K or V into a slot, whose barrier awaits the bytes of all its tiles."""
-    if more_keys(KEYS) > 0:
-        expect_both(descriptors[0], descriptors[1], barrier)
-        load_parts(descriptors[0], b, h, row, barrier, smem[0], slot)
-        load_parts(descriptors[1], b, h, row + first_keys(KEYS), barrier, smem[1], slot)
-    else:
-        expect_parts(descriptors, barrier)
-        load_parts(descriptors, b, h, row, barrier, smem, slot)
-
-
-@gluon.jit
 def _tile_in(smem, slot):
     HEIGHT: gl.constexpr = smem.shape[-2]
     WIDTH: gl.constexpr = smem.shape[-1]
@@ -153,12 +101,10 @@ def tiles_in(smem, slot):
 
 
 @gluon.jit
-def loaded(tiles, layout: gl.constexpr, FIRST_ALONE: gl.constexpr = False):
-    """The parts of a tile in registers. FIRST_ALONE: the second stays where it is."""
+def loaded(tiles, layout: gl.constexpr):
+    """The parts of a tile in registers."""
     found = (tiles[0].load(layout),)
-    if FIRST_ALONE:
-        found = (found[0], tiles[1])
-    elif len(tiles) > 1:
+    if len(tiles) > 1:
         found = (found[0], tiles[1].load(layout))
     return found
 

@@ -18,38 +18,28 @@ from fa2tune.kernels.lib.hopper_forward import (
     bound_of,
     hand_back,
     heads_in_band,
+    of_carried,
     pass_by,
     pass_turn_on,
     q_again,
     quotients,
+    repack,
+    sum_parts,
     tile_of,
+    to_carry,
     turns_of,
     where_seen,
     words_suit,
 )
-from fa2tune.kernels.lib.hopper_key_tiles import (
-    add_keys,
-    hidden,
-    keys_to_carry,
-    left_layout,
-    negated,
-    repacked,
-    row_maxima,
-    score_layout,
-    scores_done,
-    sums_of,
-    weights_of,
-)
 from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys
 from fa2tune.kernels.lib.hopper_parts import (
+    add_products,
     descriptors_of,
-    descriptors_of_keys,
     first_parts,
     loaded,
-    of_first_keys,
+    product_layout,
     products_done,
     shared_for,
-    shared_for_keys,
     store_in_halves,
     store_parts,
     tiles_in,
@@ -108,14 +98,12 @@ def _one_tile(
     # A tile is worked out beside its own first exponentials: where the one before ends, the divisions would hold up products.
     # With one Q tile nothing could run meanwhile, and a causal mask has to know the next tile there.
     AT_FIRST: gl.constexpr = form.Q_STAGES > 1 and not form.RIGHT_BOUNDED and not form.RAGGED
-    IN_SHARED: gl.constexpr = not form.Q_IN_REGISTERS
-    OWN_ADDRESSES: gl.constexpr = form.Q_STAGES > 1 and IN_SHARED
+    OWN_ADDRESSES: gl.constexpr = form.Q_STAGES > 1 and not form.Q_IN_REGISTERS
     # where scores are not known to be bounded
     OFTEN: gl.constexpr = "lazy" if form.RESCALE == "never" else form.RESCALE
     dtype: gl.constexpr = smem.q[0].dtype
-    s_layout: gl.constexpr = score_layout(form.BLOCK_N)
-    v_smem = of_first_keys(smem.v, form.BLOCK_N)
-    p_layout: gl.constexpr = left_layout(v_smem[0].shape[-1])
+    s_layout: gl.constexpr = product_layout(form.BLOCK_N)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
     AS_WORDS: gl.constexpr = words_suit(form.WIDEST, form.RIGHT_BOUNDED)
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
     window = call.window
@@ -149,8 +137,8 @@ def _one_tile(
             done = pass_by(start_m, done, True, seqlen_q, seqlen_k, window, barriers, CONSUMER, form)
         mbarrier.wait(barriers.q_ready.index(q_slot), turn & 1)
     q_tile = q_shared
-    if not IN_SHARED:
-        q_tile = loaded(q_shared, gl.DotOperandLayout(0, s_layout, 2), form.Q_IN_REGISTERS == "first")
+    if form.Q_IN_REGISTERS:
+        q_tile = loaded(q_shared, gl.DotOperandLayout(0, s_layout, 2))
     if form.Q_STAGES == 1:
         s = issue_scores(q_tile, smem, barriers, done, True, CONSUMER, form)
         if form.PINGPONG:
@@ -161,14 +149,14 @@ def _one_tile(
             keys_of = keys_of * (call.batch + 1) + sequence_of(queue, turn, 4)
         bound = bound_of(q_shared, out.norms, keys_of, qk_scale, s_layout)
     if form.Q_STAGES == 1:
-        s = scores_done(s, 0, form.BLOCK_N)
+        s = warpgroup_mma_wait(0, deps=[s])
         hand_back(barriers.k_empty, done, True, K_EMPTY, form)
 
     # ---- the last block, which may be ragged
     if form.NEGATE:
-        s = negated(s, form.BLOCK_N)
-    s = hidden(s, rows, (below - 1) * form.BLOCK_N, offset, seqlen_k, window, form.HIDE, form.BLOCK_N)
-    peak = gl.maximum(row_maxima(s, form.BLOCK_N) * qk_scale, LOWEST)
+        s = -s
+    s = form.HIDE(s, rows, (below - 1) * form.BLOCK_N, offset, seqlen_k, window, s_layout)
+    peak = gl.maximum(gl.max(s, 1) * qk_scale, LOWEST)
     bounded = False
     if form.RESCALE == "never":
         HEADROOM: gl.constexpr = HEADROOM_FP16 if dtype == gl.float16 else 0.0
@@ -178,16 +166,16 @@ def _one_tile(
         far = gl.where(near, 0, 1)
         bounded = gl.max(far, 0) == 0
         peak = gl.where(bounded, bound - HEADROOM, peak)
-    weights = weights_of(s, qk_scale, peak, form.BLOCK_N)
-    total = sums_of(weights, form.BLOCK_N)
-    p = keys_to_carry(weights, dtype, p_layout, AS_WORDS, form.BLOCK_N)
-    acc = zeros_for(v_smem, ROWS)
+    weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
+    total = sum_parts(weights)
+    p = to_carry(weights, dtype, p_layout, AS_WORDS)
+    acc = zeros_for(smem.v, ROWS)
     seen = Seen(rows, offset, seqlen_k, window, below, done)
     if form.RIGHT_BOUNDED:
         acc, total, peak, p = over_keys(
             acc, total, peak, p, 1, n_masked, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, True
         )
-    p = repacked(p, form.RAGGED, form.BLOCK_N)
+    p = repack(p, form.RAGGED)
     exact = n_masked
     if form.RESCALE == "never":
         exact = gl.where(bounded, n_clear, n_masked)
@@ -196,7 +184,7 @@ def _one_tile(
         acc, total, peak, p = over_keys(
             acc, total, peak, p, n_masked, exact, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, "never", False
         )
-        p = repacked(p, form.RAGGED, form.BLOCK_N)
+        p = repack(p, form.RAGGED)
     if OWN_ADDRESSES and (form.RIGHT_BOUNDED or form.RESCALE == "never"):
         # of packed sequences under no mask the compiler knows n_blocks
         q_tile = q_again(smem.q, q_slot, n_blocks if form.RIGHT_BOUNDED or not form.RAGGED else seqlen_q)
@@ -204,7 +192,7 @@ def _one_tile(
         acc, total, peak, p, exact, n_clear, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, False
     )
     if form.LEFT_BOUNDED:
-        p = repacked(p, form.RAGGED, form.BLOCK_N)
+        p = repack(p, form.RAGGED)
         if OWN_ADDRESSES:
             q_tile = q_again(smem.q, q_slot, call.heads_q if form.RAGGED else call.batch)
         acc, total, peak, p = over_keys(
@@ -231,7 +219,7 @@ def _one_tile(
         mbarrier.wait(barriers.q_ready.index(q_slot), ((turn + 1) // form.Q_STAGES) & 1, pred=more)
         s_next = issue_scores(tiles_in(smem.q, q_slot), smem, barriers, done, more, CONSUMER, form)
     mbarrier.wait(barriers.v_ready.index(v_entry % form.STAGES), (v_entry // form.STAGES) & 1)
-    acc = add_keys(p, smem.v, v_entry % form.STAGES, acc, dtype, form.BLOCK_N)
+    acc = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_entry % form.STAGES), acc)
     if form.Q_STAGES == 1:  # the divisions run beside P V
         if form.RAGGED:
             next_head, next_m, next_end, next_q, _end_k, next_k = received_tile(queue, turn + 1, 4)
@@ -331,7 +319,7 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
 @gluon.jit
 def fwd_hopper_kernel(
     q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, norms, window_left, window_right,
-    q_rest, k_rest, v_rest, o_rest, k_more, k_more_rest, v_more, v_more_rest, order,
+    q_rest, k_rest, v_rest, o_rest, order,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr,
     CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr, SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
@@ -343,10 +331,9 @@ def fwd_hopper_kernel(
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
     q, k, v, o: descriptors of blocks [1, 1, rows, columns], and of the columns behind BLOCK_D or BLOCK_DV, where REST_D or
-    REST_DV is not 0, q_rest, ..., o_rest. Of a BLOCK_N of 96 keys, k and v have 64, k_more and v_more the 32 behind them.
-    qk_scale is |softmax_scale| * log2(e), and not 0. Sk >= 1. Rows that see no key: o = 0, lse = -inf. Any number of programs:
-    each takes every n-th tile. With one consumer group two or three programs share a multiprocessor (maxnreg), and one's start
-    and end of a tile lie under the other's products.
+    REST_DV is not 0, q_rest, ..., o_rest. qk_scale is |softmax_scale| * log2(e), and not 0. Sk >= 1. Rows
+    that see no key: o = 0, lse = -inf. Any number of programs: each takes every n-th tile. With one consumer group two or three
+    programs share a multiprocessor (maxnreg), and one's start and end of a tile lie under the other's products.
     HEADS_PER_WAVE 0: by heads_in_band. norms, only if RESCALE is "never": what fwd_norms_kernel makes of k.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other. order: what packed_order_kernel makes of where
@@ -357,11 +344,11 @@ def fwd_hopper_kernel(
     window = (window_left, window_right)
     WIDEST: gl.constexpr = max(BLOCK_D + REST_D, BLOCK_DV + REST_DV)
     COLUMNS: gl.constexpr = BLOCK_D + REST_D + BLOCK_DV + REST_DV
-    q, k = descriptors_of(q, q_rest), descriptors_of_keys(k, k_rest, k_more, k_more_rest)
-    v, o = descriptors_of_keys(v, v_rest, v_more, v_more_rest), descriptors_of(o, o_rest)
+    q, k = descriptors_of(q, q_rest), descriptors_of(k, k_rest)
+    v, o = descriptors_of(v, v_rest), descriptors_of(o, o_rest)
     q_smem = shared_for(q, Q_STAGES * GROUPS, ROWS, BLOCK_D, REST_D)
-    k_smem = shared_for_keys(k, STAGES, BLOCK_N, BLOCK_D, REST_D)
-    v_smem = shared_for_keys(v, STAGES, BLOCK_N, BLOCK_DV, REST_DV)
+    k_smem = shared_for(k, STAGES, BLOCK_N, BLOCK_D, REST_D)
+    v_smem = shared_for(v, STAGES, BLOCK_N, BLOCK_DV, REST_DV)
     heads_per_wave = HEADS_PER_WAVE
     if not RAGGED and HEADS_PER_WAVE == 0:
         heads_per_wave = heads_in_band(seqlen_k, COLUMNS, LONGEST_LAST)
@@ -440,22 +427,16 @@ VARIANT = Variant(
     kernel=fwd_hopper_kernel,
     space=space.SPACE,
     tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "norms": "fp32",
-             "q_rest": "", "k_rest": "", "v_rest": "", "o_rest": "",
-             "k_more": "", "k_more_rest": "", "v_more": "", "v_more_rest": "", "order": "i32"},
-    descriptors={"q": (space.ROWS, "BLOCK_D"), "k": ("KEYS", "BLOCK_D"), "v": ("KEYS", "BLOCK_DV"),
+             "q_rest": "", "k_rest": "", "v_rest": "", "o_rest": "", "order": "i32"},
+    descriptors={"q": (space.ROWS, "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
                  "o": (space.ROWS, "O_COLUMNS"),
-                 "q_rest": (space.ROWS, "REST_D"), "k_rest": ("KEYS", "REST_D"), "v_rest": ("KEYS", "REST_DV"),
-                 "o_rest": (space.ROWS, "REST_DV"),
-                 "k_more": ("MORE_KEYS", "BLOCK_D"), "k_more_rest": ("MORE_KEYS", "REST_D"),
-                 "v_more": ("MORE_KEYS", "BLOCK_DV"), "v_more_rest": ("MORE_KEYS", "REST_DV")},
-    rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v", "o_rest": "o",
-             "k_more": "k", "k_more_rest": "k", "v_more": "v", "v_more_rest": "v"},
+                 "q_rest": (space.ROWS, "REST_D"), "k_rest": ("BLOCK_N", "REST_D"), "v_rest": ("BLOCK_N", "REST_DV"),
+                 "o_rest": (space.ROWS, "REST_DV")},
+    rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v", "o_rest": "o"},
     grid=_grid,
     constants=lambda spec, config: {
         "NEGATE": spec.negate,
         **space.blocks(spec, config),
-        **space.keys(config),
-        "Q_IN_REGISTERS": space.kept(spec, config),
         "O_COLUMNS": space.o_columns(spec, config),
         "CONSUMER_REGISTERS": space.registers(config),
     },

@@ -62,12 +62,6 @@ def blocks(spec: Specialization, config: Config) -> dict[str, int]:
     return {"BLOCK_D": d[0], "REST_D": d[1], "BLOCK_DV": dv[0], "REST_DV": dv[1]}
 
 
-def keys(config: Config) -> dict[str, int]:
-    """Keys of a block's first tile of scores, and of its second: tiles are powers of two wide. 0: it has one."""
-    first = 1 << (config["BLOCK_N"].bit_length() - 1)
-    return {"KEYS": first, "MORE_KEYS": config["BLOCK_N"] - first}
-
-
 def columns(spec: Specialization, config: Config) -> tuple[int, int]:
     """Columns of the tiles of Q and K, and of those of V and O: of all parts."""
     found = blocks(spec, config)
@@ -123,7 +117,7 @@ def of_tiles(spec: Specialization, rows: int, keys: int, maxnreg: int) -> Config
         "Q_IN_REGISTERS": True, "O_THROUGH": "own", "NUMBERED": True, "HEADS_PER_WAVE": 0,
         "IN_PARTS": in_parts(spec) if wide else "none", "maxnreg": maxnreg, "num_warps": 4,
     }  # fmt: skip
-    if not _registers_suffice(config, spec):
+    if _live_registers(config, spec) > registers(config) - SPARE_REGISTERS:
         config["Q_IN_REGISTERS"] = False
     return _with_room(spec, config)
 
@@ -158,7 +152,7 @@ def _roomier(spec: Specialization, config: Config) -> Config:
     longer = {**config, "BLOCK_N": 128}
     if (
         config["BLOCK_N"] == 64
-        and _registers_suffice(longer, spec)
+        and _live_registers(longer, spec) <= registers(longer) - SPARE_REGISTERS
         and any(_ways_of_o(spec, longer, 2))
         and not any(_ways_of_o(spec, {**longer, **padded}, 2))
     ):
@@ -212,25 +206,11 @@ def _o_has_the_shape(spec: Specialization, config: Config) -> bool:
     return config["O_THROUGH"] == "own" or found["REST_DV"] == 0
 
 
-def _live_registers(config: Config, spec: Specialization, q_columns: int) -> int:
-    """Registers a consumer thread holds at once: scores, output, probabilities of the block before, and so much of Q."""
+def _live_registers(config: Config, spec: Specialization) -> int:
+    """Registers a consumer thread holds at once: scores, output, probabilities of the block before, and Q where it stays."""
+    d, dv = columns(spec, config)
     n = config["BLOCK_N"]
-    return int(n // 2 + columns(spec, config)[1] // 2 + n // 4 + q_columns // 4)
-
-
-def kept(spec: Specialization, config: Config) -> bool | str:
-    """What of Q stays in registers: False, True, or "first": where a block is two tiles of keys, and there is not room for all
-    of it, the first part alone."""
-    if config["Q_IN_REGISTERS"] and keys(config)["MORE_KEYS"] and blocks(spec, config)["REST_D"]:
-        room = registers(config) - SPARE_REGISTERS
-        return True if _live_registers(config, spec, columns(spec, config)[0]) <= room else "first"
-    return bool(config["Q_IN_REGISTERS"])
-
-
-def _registers_suffice(config: Config, spec: Specialization) -> bool:
-    """Whether SPARE_REGISTERS are left."""
-    q_columns = {False: 0, "first": blocks(spec, config)["BLOCK_D"], True: columns(spec, config)[0]}[kept(spec, config)]
-    return _live_registers(config, spec, q_columns) <= registers(config) - SPARE_REGISTERS
+    return int(n // 2 + dv // 2 + n // 4 + (d // 4 if config["Q_IN_REGISTERS"] else 0))
 
 
 def _shared_bytes(config: Config, spec: Specialization, stages: int, o: str) -> int:
@@ -251,8 +231,7 @@ SPACE = SearchSpace(
     name="fwd_hopper",
     dimensions={
         "BLOCK_M": (64, 128, 192),  # one, two or three consumer groups, of four warps and 64 rows each
-        # 96: as tiles of 64 and of 32 keys
-        "BLOCK_N": (64, 96, 128),
+        "BLOCK_N": (64, 128),
         "STAGES": (2, 3),  # K and V tiles under way
         "Q_STAGES": (1, 2),  # 2: the next tile's Q is there, and its first Q K^T runs, while this tile ends
         # with one Q: first blocks of K and V come before it, which waits for the end of the tile before; not timed, so it is
@@ -281,20 +260,6 @@ SPACE = SearchSpace(
             lambda config, spec, arch: _has_parts(spec, config),
         ),
         Constraint(
-            "two_tiles_of_keys",
-            "96 keys are two tiles of scores, which is built for dense calls of head dims in parts, with 128 rows and one Q; "
-            "head dims of one part have room for 128 keys, or for 64 alone",
-            lambda config, spec, arch: (
-                keys(config)["MORE_KEYS"] == 0
-                or (
-                    config["BLOCK_M"] == 2 * ROWS
-                    and config["Q_STAGES"] == 1
-                    and config["IN_PARTS"] != "none"
-                    and not spec.ragged
-                )
-            ),
-        ),
-        Constraint(
             "one_group_shares",
             "one consumer group leaves the tensor cores idle during its exponentials, unless another program uses them; two "
             "groups have too few registers to share a multiprocessor",
@@ -314,7 +279,7 @@ SPACE = SearchSpace(
             "registers_hold_tiles",
             "scores, output, probabilities of the block before (and Q) are in registers at the same time; with fewer than 32 "
             "left ptxas spills and serialises the products (C7512)",
-            lambda config, spec, arch: _registers_suffice(config, spec),
+            lambda config, spec, arch: _live_registers(config, spec) <= registers(config) - SPARE_REGISTERS,
         ),
         Constraint(
             "launch_registers_hold_a_product",

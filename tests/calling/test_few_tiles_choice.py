@@ -265,32 +265,3 @@ def test_narrow_rows_cost_small_tiles_more() -> None:
     assert forward_schedule.predicted_us(tuned, at_40, row.config, 132) == pytest.approx(
         row.time_us
     )  # its time has the cost
-
-
-@pytest.fixture
-def more_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Blocks of 96 keys, as if they had been raced and had won."""
-    monkeypatch.setattr(few_tiles, "MORE_KEYS_OFFERED", True)
-    few_tiles.configs.cache_clear()
-    yield monkeypatch
-    few_tiles.configs.cache_clear()
-
-
-@pytest.mark.parametrize("dim", [136, 144, 160, 168, 184, 192])
-def test_blocks_of_96_keys_are_offered_once_they_were_raced(dim: int, more_keys: pytest.MonkeyPatch) -> None:
-    spec = Specialization("bf16", dim, dim, "full")
-    assert [one["BLOCK_M"] for one in few_tiles.configs(spec, 90) if one["BLOCK_N"] == 96] == [128]
-    long, short = (problem(dim, FULL, seqlen_k=keys, seqlen_q=8192) for keys in (9600, 64))
-    more_keys.setattr(few_tiles, "MORE_KEYS_BLOCK", 1.3)
-    assert chosen(long).config["BLOCK_N"] == 96 and chosen(short).config["BLOCK_N"] != 96
-    more_keys.setattr(few_tiles, "MORE_KEYS_OFFERED", False)
-    few_tiles.configs.cache_clear()
-    assert not [one for one in few_tiles.configs(spec, 90) if one["BLOCK_N"] == 96]
-    assert chosen(long).config["BLOCK_N"] != 96
-
-
-def test_no_other_calls_are_offered_blocks_of_96_keys(more_keys: pytest.MonkeyPatch) -> None:
-    for dims in ((128, 128), (192, 128), (64, 64), (256, 256), (200, 200)):
-        found = few_tiles.configs(Specialization("bf16", *dims, "full"), 90)
-        assert found and all(one["BLOCK_N"] != 96 for one in found)
-    assert chosen(problem(192, Mask("chunked", 64), seqlen_k=9600, seqlen_q=9600)).config["BLOCK_N"] != 96

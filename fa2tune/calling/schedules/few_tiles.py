@@ -15,7 +15,7 @@ from functools import lru_cache
 from fa2tune.calling.schedules.tile_order import busiest, columns_of_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.lib.hopper import SECTOR
-from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, in_parts, of_tiles, suited, third_stage
+from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, of_tiles, suited, third_stage
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
 
@@ -56,11 +56,6 @@ NORMS_US, NORMS_BYTES_PER_US = 4.0, 3.0e6
 #: whose end waits for O. Fitted to seven calls at 168 and 184 (dense_forwards_wide.json); at 176 and 192 tiles of few blocks
 #: lost 12 %, and long ones gained 0 to 5.
 THIRD_STAGE, THIRD_STAGE_START = 0.92, 1.0
-#: Blocks of MORE_KEYS keys, of head dims that are both in parts: whether they are offered; a block's time over that of 64 keys
-#: in tiles of 128 rows; and microseconds more a tile whose O leaves through Q's memory. They were not raced: these are what
-#: docs/experiments/few-tiles.md expects.
-MORE_KEYS_OFFERED = False
-MORE_KEYS, MORE_KEYS_BLOCK, MORE_KEYS_START = 96, 1.46, 1.0
 #: Rows that begin in the midst of a sector of 32 bytes, those of head dims that are no multiples of 16, are slow to load, the
 #: more so the more often tiles load K and V: rows of a tile -> head dim -> so many times as long a block took; 0: of others
 #: (docs/experiments/few-tiles.md).
@@ -110,15 +105,11 @@ def columns(problem: Problem, config: Config) -> int:
 def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | None:
     """Microseconds of a launch, of a key block, and of a tile's start and end, with a config of the Hopper forward; None: of
     its form nothing was measured."""
-    more_keys = config["BLOCK_N"] == MORE_KEYS
-    pace = PACES.get((config["BLOCK_M"], 64 if more_keys else config["BLOCK_N"], config["maxnreg"]))
+    pace = PACES.get((config["BLOCK_M"], config["BLOCK_N"], config["maxnreg"]))
     if pace is None:
         return None
     wide = columns(problem, config)
     block, start = _at(pace.block, wide), _at(pace.start, wide, 256)
-    if more_keys:
-        block *= MORE_KEYS_BLOCK
-        start += MORE_KEYS_START if config["O_THROUGH"] == "q" else 0.0
     launch = LAUNCH_US[PROGRAMS[config["maxnreg"]]] + (SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0)
     if config["RESCALE"] == "never":
         unmasked = problem.extent.ragged and problem.mask == FULL
@@ -155,8 +146,6 @@ def configs(spec: Specialization, arch: int) -> tuple[Config, ...]:
     found = [of_tiles(spec, *form) for form in OFFERED]
     found += [third for config in found if (third := third_stage(spec, config)) is not None]
     found += [{**of_tiles(spec, *form), "RESCALE": "never"} for form in NEVER_OFFERED]
-    if MORE_KEYS_OFFERED and in_parts(spec) == "both":
-        found.append(of_tiles(spec, FULL_TILE, MORE_KEYS, 0))
     return tuple(config for config in found if SPACE.broken(config, spec, arch) is None)
 
 
