@@ -27,6 +27,7 @@ from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Config, Problem
 
 backwards = script("dense_backwards")
+SHORT_CALLS = script("backward_calls").SHORT_CALLS
 H200, H100 = gpus.named("h200"), gpus.named("h100")
 LARGE_L2 = replace(H200, l2_bytes=1 << 40)
 RUNS = json.loads(gzip.decompress((BENCHMARKS / "calls/random_calls.json.gz").read_bytes()))["runs"]
@@ -242,7 +243,7 @@ def short_forms() -> dict[str, dict[str, tuple[Problem, Config, int, float]]]:
     record = json.loads((BENCHMARKS / "calls/short_backwards.json").read_text("utf-8"))
     found: dict[str, dict[str, tuple[Problem, Config, int, float]]] = {}
     for name, counts in PARTS_SHORT.items():
-        problem = backwards.SHORT_CALLS[name][0]
+        problem = SHORT_CALLS[name][0]
         row = chosen(problem).of_row.config
         found[name] = {}
         for form, parts in counts.items():
