@@ -46,7 +46,13 @@ def square(batch: int, heads: int, seqlen: int, dim: int, mask: Mask = FULL) -> 
 
 @cache
 def chosen(problem: Problem) -> Choice:
-    return choosing.choose_backward(choosing.Chooser(problem, H200), False)[1]["bwd_fused"]
+    return choosing.choose_backward(choosing.Chooser(problem, H200), False, few_split=False)[1]["bwd_fused"]
+
+
+@pytest.fixture(autouse=True)
+def no_program_for_each_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no record has."""
+    monkeypatch.setattr(fused_schedule, "TILE_A_PROGRAM", False)
 
 
 def late(config: Config) -> Config:
@@ -134,7 +140,7 @@ def drawn_forms() -> dict[str, dict[str, tuple[Problem, Config, int, float]]]:
     for named, raced in record["calls"].items():
         name = named.removeprefix("a ")
         problem = posed(*(calls[name][one] for one in SHAPE))
-        if "bwd_fused" not in choosing.choose_backward(choosing.Chooser(problem, H200), False)[1]:
+        if "bwd_fused" not in choosing.choose_backward(choosing.Chooser(problem, H200), False, few_split=False)[1]:
             continue
         of_row = chosen(problem).of_row
         row = row_then(problem) if of_row.config["V_APART"] else dict(of_row.config)
