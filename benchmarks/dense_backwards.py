@@ -104,15 +104,17 @@ def _parts(call: Mapping[str, Any], kernel: str) -> int | None:
 
 
 def _late(choice: Choice) -> Choice:
-    """Without EARLY_START, which no form here has."""
-    if not choice.config.get("EARLY_START"):
+    """Without EARLY_START and without a program for each tile, which no form here has."""
+    own, config = choice.otherwise, {**choice.config, "EARLY_START": False}
+    if own is not None and own.get("PERSISTENT") and not config["PERSISTENT"]:
+        config |= {"PERSISTENT": True, "DYNAMIC": own["DYNAMIC"] or config["BLOCK_M"] != own["BLOCK_M"]}
+    if config == choice.config or "EARLY_START" not in choice.config:
         return choice
-    config, own = {**choice.config, "EARLY_START": False}, choice.otherwise
     return replace(choice, config=config, otherwise=None if own is None or dict(own) == config else own)
 
 
 def chosen(problem: Problem, gpu: Gpu) -> Candidate:
-    _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
+    _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False, few_split=False)
     late = {name: _late(one) for name, one in choices.items()}
     return {name: (one, group_parts_schedule.parts_of(problem, name, one, gpu)) for name, one in late.items()}
 

@@ -153,6 +153,8 @@ def test_files_of_binaries_have_them() -> None:
 
 
 def test_a_program_for_each_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_split_schedule, "FEW_SPLIT", False)
+    monkeypatch.setattr(fused_schedule, "TILE_A_PROGRAM", False)
     before = chosen(FEW)[1]["bwd_fused"]
     many = replace(FEW, batch=9)
     as_before = chosen(many)

@@ -27,6 +27,7 @@ from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Config, Problem
 
 backwards = script("dense_backwards")
+SHORT_CALLS = script("backward_calls").SHORT_CALLS
 H200, H100 = gpus.named("h200"), gpus.named("h100")
 LARGE_L2 = replace(H200, l2_bytes=1 << 40)
 RUNS = json.loads(gzip.decompress((BENCHMARKS / "calls/random_calls.json.gz").read_bytes()))["runs"]
@@ -45,7 +46,13 @@ def square(batch: int, heads: int, seqlen: int, dim: int, mask: Mask = FULL) -> 
 
 @cache
 def chosen(problem: Problem) -> Choice:
-    return choosing.choose_backward(choosing.Chooser(problem, H200), False)[1]["bwd_fused"]
+    return choosing.choose_backward(choosing.Chooser(problem, H200), False, few_split=False)[1]["bwd_fused"]
+
+
+@pytest.fixture(autouse=True)
+def no_program_for_each_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no record has."""
+    monkeypatch.setattr(fused_schedule, "TILE_A_PROGRAM", False)
 
 
 def late(config: Config) -> Config:
@@ -133,7 +140,7 @@ def drawn_forms() -> dict[str, dict[str, tuple[Problem, Config, int, float]]]:
     for named, raced in record["calls"].items():
         name = named.removeprefix("a ")
         problem = posed(*(calls[name][one] for one in SHAPE))
-        if "bwd_fused" not in choosing.choose_backward(choosing.Chooser(problem, H200), False)[1]:
+        if "bwd_fused" not in choosing.choose_backward(choosing.Chooser(problem, H200), False, few_split=False)[1]:
             continue
         of_row = chosen(problem).of_row
         row = row_then(problem) if of_row.config["V_APART"] else dict(of_row.config)
@@ -242,7 +249,7 @@ def short_forms() -> dict[str, dict[str, tuple[Problem, Config, int, float]]]:
     record = json.loads((BENCHMARKS / "calls/short_backwards.json").read_text("utf-8"))
     found: dict[str, dict[str, tuple[Problem, Config, int, float]]] = {}
     for name, counts in PARTS_SHORT.items():
-        problem = backwards.SHORT_CALLS[name][0]
+        problem = SHORT_CALLS[name][0]
         row = chosen(problem).of_row.config
         found[name] = {}
         for form, parts in counts.items():

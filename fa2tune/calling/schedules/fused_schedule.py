@@ -71,7 +71,7 @@ PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
 #: be on); and what that saves: 1.1 to 2.6 measured in five calls (docs/experiments/fused-backward-ends.md).
 EARLY_START, EARLY_START_US, EARLY_SAVES_US = True, 100.0, 1.3
 #: Whether calls of no more tiles than multiprocessors have a program for each, alone on the GPU, which asks for no further tile
-#: (not raced enough yet to be on): level to 1.1 us less in nine calls of 12 to 37 us.
+#: (not raced enough yet to be on): level to 1.1 us less in ten of eleven calls of 12 to 37 us, 0.2 us more in one.
 TILE_A_PROGRAM = False
 #: Tiles given out one by one at most; of more, all programs have the mean and half of the longest or last tile.
 MOST_TILES = 4096
