@@ -36,6 +36,7 @@ import side_by_side
 import workloads
 
 from fa2tune import gpus
+from fa2tune.bench import peers
 from fa2tune.launching import ported
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Problem
@@ -88,43 +89,26 @@ def _deterministic(problem: Problem) -> side_by_side.Attention:
     return functools.partial(fa2tune.attention, mask=problem.mask, layout="bshd", deterministic=True)
 
 
-def _flash_attn(problem: Problem) -> side_by_side.Attention:
-    import torch
-
-    torch.ops.load_library(os.environ["FA2_LIBRARY"])
-    operator = torch.ops._vllm_fa2_C.varlen_fwd.default
-    lengths = {"q": problem.seqlen_q, "k": problem.seqlen_k}
-    given = {
-        "dropout_p": 0.0, "p_dropout": 0.0, "softmax_scale": problem.head_dim**-0.5, "zero_tensors": False,
-        "is_causal": problem.mask == CAUSAL, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0,
-        "return_softmax": False, "num_splits": 0,
-    }  # fmt: skip
-    for side, length in lengths.items():
-        offsets = torch.arange(problem.batch + 1, device="cuda", dtype=torch.int32) * length
-        given |= {f"cu_seqlens_{side}": offsets, f"max_seqlen_{side}": length}
-    # releases differ in what stands where
-    names = [one.name for one in operator._schema.arguments][3:]
-
-    def attention(q: Any, k: Any, v: Any) -> Any:
-        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-        out = operator(q, k, v, *(given.get(name) for name in names))
-        return out[0].unflatten(0, (problem.batch, problem.seqlen_q))
-
-    return attention
+def _flash_attn_is_here() -> bool:
+    """BadParameter: a library is named that is not there."""
+    why = peers.flash_attn_missing()
+    if why and os.environ.get(peers.FLASH_ATTN_LIBRARY):
+        raise click.BadParameter(why)
+    return why is None
 
 
 PEERS: Mapping[str, side_by_side.Peer] = {
     side_by_side.SUBJECT: workloads.PEERS[side_by_side.SUBJECT],
     "fa2": workloads.PEERS["fa2"],
-    "flash_attn": side_by_side.Peer(_flash_attn, lambda: "FA2_LIBRARY" in os.environ, backward=False),
+    "flash_attn": side_by_side.Peer(peers.flash_attn, _flash_attn_is_here, backward=False),
     STEADY: side_by_side.Peer(_deterministic, forward=False),
 }
 
 
-def measured(peers: Mapping[str, side_by_side.Peer], problem: Problem) -> dict[str, Any]:
+def measured(rivals: Mapping[str, side_by_side.Peer], problem: Problem) -> dict[str, Any]:
     """A call, and how long measuring it took."""
     begin = time.monotonic()
-    found = workloads.recorded(workloads.measure, peers, problem)
+    found = workloads.recorded(workloads.measure, rivals, problem)
     return {**found, "seconds": round(time.monotonic() - begin, 1)}
 
 

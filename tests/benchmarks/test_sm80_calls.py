@@ -6,11 +6,9 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from benchmark_scripts import script
 from click.testing import CliRunner
 from peer_fakes import right, without_gpu
@@ -53,36 +51,10 @@ def test_a_deterministic_call_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked == {"mask": CAUSAL, "layout": "bshd", "deterministic": True}
 
 
-@pytest.mark.parametrize("dropout", ["p_dropout", "dropout_p"])
-def test_flash_attn_gets_what_its_operator_names(dropout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Releases differ in the order of arguments and in the name of one."""
-    given: dict[str, Any] = {}
-    names = (
-        "q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k", dropout,
-        "softmax_scale", "is_causal", "window_size_left", "gen",
-    )  # fmt: skip
-
-    class Operator:
-        _schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in names])
-
-        def __call__(self, *arguments: Any) -> list[torch.Tensor]:
-            given.update(zip(names, arguments, strict=True))
-            return [given["q"]]
-
-    monkeypatch.setenv("FA2_LIBRARY", "library.so")
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    space = SimpleNamespace(varlen_fwd=SimpleNamespace(default=Operator()))
-    monkeypatch.setattr(torch.ops, "_vllm_fa2_C", space, raising=False)
-    arange = torch.arange
-    monkeypatch.setattr(torch, "arange", lambda *args, device, **more: arange(*args, **more))
-    problem = Problem("bf16", 2, 4, 2, 5, 7, 16, 16, CAUSAL)
-    q, k = torch.zeros(2, 5, 4, 16), torch.zeros(2, 7, 2, 16)
-    assert sm80_calls._flash_attn(problem)(q, k, k).shape == (2, 5, 4, 16)
-    assert given["q"].shape == (10, 4, 16) and given["k"].shape == (14, 2, 16)
-    assert given["cu_seqlens_q"].tolist() == [0, 5, 10] and given["cu_seqlens_k"].tolist() == [0, 7, 14]
-    assert (given["max_seqlen_q"], given["max_seqlen_k"], given["softmax_scale"]) == (5, 7, 0.25)
-    assert given["is_causal"] is True and given["window_size_left"] == -1 and given[dropout] == 0.0
-    assert given["out"] is given["seqused_k"] is given["gen"] is None
+def test_a_library_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA2_LIBRARY", "/nowhere/library.so")
+    done = CliRunner().invoke(sm80_calls.main, [])
+    assert done.exit_code == 2 and "FA2_LIBRARY: got '/nowhere/library.so', which is not a file" in done.output
 
 
 def test_a_record_says_whose_calls_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
