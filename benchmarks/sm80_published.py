@@ -36,6 +36,7 @@ FROZEN_ON, HELD_TO = "64", "128"  #: head dims
 HOPPER, A100 = "h100-sxm", "a100-sxm-80gb"
 PASSES = {"both": ("fwd", "bwd"), "fwd": ("fwd",)}
 NAMES = {"both": "forward and backward", "fwd": "forward"}
+NAMES_APART = {"fwd": "forward", "bwd": "backward"}
 WITHIN = 0.05  #: what the model is to keep to
 
 

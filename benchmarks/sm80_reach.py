@@ -1,7 +1,10 @@
 """What sm_80 code reached on a Hopper GPU, from the records: no GPU.
 
     python benchmarks/sm80_reach.py layout --page docs/experiments/mma-sync.md
+    python benchmarks/sm80_reach.py reach --page docs/a100.md
 
+reach: what was asked for, what was measured, what is missing. Of each call the figures of the last record that has it: after a
+run of benchmarks/sm80_calls.py on the rows of today, sm80_calls_shipped.json (--gpu l4: sm80_calls_l4_shipped.json).
 layout: backwards raced by benchmarks/sm80_race.py when SDPA's backward was given (batch, heads, seqlen, dim) in memory, and so
 copied O and dO first; and what they come to by SDPA's time without the copies, which benchmarks/sm80_calls.py recorded.
 """
@@ -16,6 +19,10 @@ from typing import Any
 
 import click
 import marked
+import sm80_calls
+import sm80_published
+
+from fa2tune import gpus
 
 HERE = Path(__file__).parent
 CALLS = HERE / "calls"
@@ -99,7 +106,104 @@ def _in_short(ratios: Sequence[float]) -> str:
     )
 
 
-PARTS: Mapping[str, Callable[[], Iterator[str]]] = {"layout": layout}
+# ---- what was asked for
+
+#: Records of calls as they are served, earlier ones first.
+SERVED = {
+    "a100": ("sm80_calls", "sm80_calls_256", "sm80_calls_shipped"),
+    "l4": ("sm80_calls_l4", "sm80_calls_l4_256", "sm80_calls_l4_shipped"),
+}
+SHARES = {"fwd": 0.65, "bwd": 0.55}  #: of an A100's peak
+
+
+def served(gpu: str) -> dict[str, Any]:
+    """A record of the last figures of each call."""
+    found: dict[str, Any] = {"calls": {}, "peers": []}
+    for name in SERVED[gpu]:
+        if (CALLS / f"{name}.json").exists():
+            one = record(name)
+            found = {**one, "calls": found["calls"] | one["calls"], "peers": [*found["peers"], *one["peers"]]}
+    return found
+
+
+def _line(asked: str, found: Mapping[str, float], least: float, mean: float | None, why: str) -> str:
+    if not found:
+        return f"| {asked} | not measured | | | {why} |"
+    values = list(found.values())
+    below = sum(one < least for one in values)
+    first = min(found, key=found.__getitem__)
+    got = geometric_mean([max(one, 0.01) for one in values])
+    short = [f"{below} of {len(values)} cells"] if below else []
+    if mean is not None and got < mean:
+        short.append(f"mean by {100 * (1 - got / mean):.0f} %")
+    return f"| {asked} | {got:.2f} | {found[first]:.2f} ({first}) | {', '.join(short) or 'nothing'} | {why} |"
+
+
+def _dims(found: Mapping[str, float], *dims: int) -> dict[str, float]:
+    return {
+        name: one
+        for name, one in found.items()
+        if name.split()[0] in map(str, dims) and name.split()[1] in ("full", "causal")
+    }
+
+
+def _steady(calls: Mapping[str, Any]) -> dict[str, Any]:
+    """Calls whose deterministic backward was tried."""
+    name = sm80_calls.STEADY
+    return {one: call for one, call in calls.items() if name in call["bwd"]["us"] or name in call["missing"]}
+
+
+def _is_here(name: str) -> bool:
+    return (CALLS / f"{name}.json").exists()
+
+
+def reach() -> Iterator[str]:
+    a100, l4 = served("a100"), served("l4")
+
+    def computed(race: str) -> dict[str, float]:
+        return {name: one for name, (_, one) in without_copies(race).items()}
+
+    def of(record: Mapping[str, Any], what: str, *dims: int) -> dict[str, float]:
+        found = sm80_calls.ratios(record, what, "fa2")
+        return _dims(found, *dims) if dims else found
+
+    tried = _steady(a100["calls"])
+    steady = of({"calls": tried}, "deterministic backward") if tried else computed("dQ in a fixed order")
+    older = "" if _is_here(SERVED["a100"][-1]) else "rows of before the last races at 96, 128 and 256; "
+    small = "" if any("causal" in name for name in of(l4, "forward", 64)) else "causal not timed; "
+    small += "" if _is_here(SERVED["l4"][-1]) else "96: rows of before their races"
+    apart = computed("the same, 99 KiB").values()
+    wide = "" if _is_here(SERVED["l4"][-1]) else "rows of before the last races; "
+    lines: list[tuple[str, Mapping[str, float], float, float | None, str]] = [
+        ("forward, 58 calls: 1.0, mean 1.15", of(a100, "forward"), 1, 1.15, "256: shared memory; 128 full: rate of products"),
+        ("backward, 58 calls: 1.0, mean 1.20", of(a100, "backward"), 1, 1.2, f"{older}1.20 was of races with SDPA's copies"),
+        ("the same, computed: configs of the last race", computed("fewer operands read"), 1, 1.2, "shared memory"),
+        ("deterministic backward: 0.85", steady, 0.85, None, ("" if tried else "computed; ") + "sums of dQ go through memory"),
+        ("forward, times flash-attn: mean 1.0", sm80_calls.ratios(a100, "forward", "flash_attn"), 0, 1, ""),
+        ("99 KiB, 64 to 128, forward: 1.0", of(l4, "forward", 64, 96, 128), 1, None, small),
+        ("99 KiB, 64 to 128, backward: 0.95", of(l4, "backward", 64, 96, 128), 0.95, None, small),
+        ("99 KiB, 256, forward: reported", of(l4, "forward", 256), 0, None, ""),
+        ("99 KiB, 256, backward: reported", of(l4, "backward", 256), 0, None,
+         f"{wide}computed of the last race: {min(apart):.2f} to {max(apart):.2f}"),
+    ]  # fmt: skip
+    yield "| asked, times SDPA's FlashAttention-2 where nothing is said | mean | least | missing | why |"
+    yield "|---|--:|---|---|---|"
+    for line in lines:
+        yield _line(*line)
+    published, calls = json.loads(sm80_published.RECORD.read_text(encoding="utf-8")), sm80_published.recorded()
+    step = sm80_published.level(published, calls)
+    unseen = sm80_published._of(sm80_published.shares(published, calls), sm80_published.HELD_TO)
+    within = sum(abs(step / one - 1) <= sm80_published.WITHIN for one in unseen)
+    yield from ("", "| asked of an A100 | found |", "|---|---|")
+    asked = "published FlashAttention-2 within 5 %, by constants frozen beforehand"
+    yield f"| {asked} | {within} of {len(unseen)} cells, by one level of another head dim |"
+    peak, speeds = gpus.named(sm80_published.A100).tensor_tflops, dict(sm80_published.expected(calls, step))
+    for pass_, said in sm80_published.NAMES_APART.items():
+        share = 100 * speeds["128 full"][pass_] / peak
+        yield f"| {said} at 128, full, 8k: {100 * SHARES[pass_]:.0f} % of its peak | {share:.0f} % expected |"
+
+
+PARTS: Mapping[str, Callable[[], Iterator[str]]] = {"layout": layout, "reach": reach}
 
 
 @click.command(help=__doc__)

@@ -41,6 +41,7 @@ def test_markers_must_be_there_once_and_in_order(page: str, tmp_path: Path) -> N
 
 PAGES = (
     ("README.md", "readme_table", "medians"),
+    ("docs/a100.md", "sm80_reach", "reach"),
     ("docs/benchmarks.md", "specialized_table", "rows"),
     ("docs/benchmarks.md", "workloads", "workloads"),
     ("docs/drop-ins.md", "combinations_table", "combinations"),
