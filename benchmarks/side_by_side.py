@@ -43,6 +43,7 @@ class Peer:
     make: Callable[[Any], Attention]
     here: Callable[[], bool] = lambda: True
     backward: bool = True
+    forward: bool = True
 
 
 def fa4_is_here() -> bool:
@@ -110,7 +111,7 @@ def verdict(samples: Mapping[str, list[float]], done: float) -> dict[str, Any]:
     """Of one pass: times, TFLOP/s of fa2tune, the fastest peer and the ratio to it; None: there is no peer. ``done``:
     floating-point operations."""
     medians = {name: statistics.median(times) for name, times in samples.items()}
-    rivals = {name: ms for name, ms in medians.items() if name != SUBJECT}
+    rivals = {name: ms for name, ms in medians.items() if not name.startswith(SUBJECT)}  # its other forms are none
     best = min(rivals, key=rivals.__getitem__, default=None)
     found: dict[str, Any] = {"us": {name: round(1e3 * ms, 1) for name, ms in medians.items()}, "best_peer": best}
     if SUBJECT not in samples:  # where no implementation is within the tolerance, it decides nothing
@@ -147,7 +148,7 @@ def captured(
             call = functools.partial(attention, *inputs)
             with torch.no_grad():
                 problem_with_it = check({"o": call()})
-                if problem_with_it is None:
+                if problem_with_it is None and peer.forward:
                     graphs["fwd"][name] = graphed(call, stream)
                     kept.append(call)
             if problem_with_it is None and peer.backward and "bwd" in done:

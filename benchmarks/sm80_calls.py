@@ -8,9 +8,14 @@ Calls are those of --gpu: its shipped rows and defaults, its limits, compiled fo
 no more blocks share a multiprocessor than there. What does not carry over: docs/a100.md.
 The calls: head dims 64, 96, 128 and 256, both masks, 512 to 16k tokens of 16k in all, hidden size 2048; and ten calls of models
 with grouped heads or lengths that are no multiples of a block (benchmarks/workloads.py). bf16, CUDA graphs, peers in turns,
-right before timed.
+right before timed. Backwards run a second time with deterministic=True. Of limited --seconds the long and the short calls of
+all head dims come first, then those of models, then lengths between.
 Peers: SDPA's FlashAttention-2; and, forward only, the flash-attn package's build: a library with the operator
 ``_vllm_fa2_C::varlen_fwd``, named by FA2_LIBRARY.
+
+Most of a first run is compiling, by one core; on all, before it and into the same TRITON_CACHE_DIR:
+
+    python benchmarks/ahead.py benchmarks/sm80_calls.py --gpu a100
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import json
 import math
 import os
 import statistics
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +36,7 @@ import side_by_side
 import workloads
 
 from fa2tune import gpus
+from fa2tune.bench import peers
 from fa2tune.launching import ported
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Problem
@@ -41,6 +48,16 @@ OF_MODELS = (
 )  # fmt: skip
 #: Peers by their names in the tables.
 LABELS = {"fa2": "SDPA's FlashAttention-2", "flash_attn": "flash-attn"}
+STEADY = f"{side_by_side.SUBJECT} deterministic"
+#: What is timed of fa2tune: heading -> (pass, name in a record). Beside a peer, or beside what is not deterministic.
+OURS = {
+    "forward": ("fwd", side_by_side.SUBJECT),
+    "backward": ("bwd", side_by_side.SUBJECT),
+    "deterministic backward": ("bwd", STEADY),
+}
+#: The order of measuring, where time is limited: lengths, of each all head dims; 0: calls of models.
+FIRST = (8192, 512, 2048, 0, 16384, 4096, 1024)
+FIRST_DIMS = (128, 96, 256, 64)
 
 
 def calls() -> dict[str, Problem]:
@@ -54,67 +71,82 @@ def calls() -> dict[str, Problem]:
     return found | {name: problem for name, problem in workloads.named().items() if name in OF_MODELS}
 
 
-def _flash_attn(problem: Problem) -> side_by_side.Attention:
-    import torch
+def in_turn(problems: Mapping[str, Problem]) -> dict[str, Problem]:
+    """Calls in the order of measuring."""
 
-    torch.ops.load_library(os.environ["FA2_LIBRARY"])
-    operator = torch.ops._vllm_fa2_C.varlen_fwd.default
-    lengths = {"q": problem.seqlen_q, "k": problem.seqlen_k}
-    given = {
-        "dropout_p": 0.0, "p_dropout": 0.0, "softmax_scale": problem.head_dim**-0.5, "zero_tensors": False,
-        "is_causal": problem.mask == CAUSAL, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0,
-        "return_softmax": False, "num_splits": 0,
-    }  # fmt: skip
-    for side, length in lengths.items():
-        offsets = torch.arange(problem.batch + 1, device="cuda", dtype=torch.int32) * length
-        given |= {f"cu_seqlens_{side}": offsets, f"max_seqlen_{side}": length}
-    # releases differ in what stands where
-    names = [one.name for one in operator._schema.arguments][3:]
+    def place(name: str) -> tuple[int, int]:
+        if name in OF_MODELS:
+            return FIRST.index(0), OF_MODELS.index(name)
+        dim, _, length = name.split()
+        return FIRST.index(int(length)), FIRST_DIMS.index(int(dim))
 
-    def attention(q: Any, k: Any, v: Any) -> Any:
-        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-        out = operator(q, k, v, *(given.get(name) for name in names))
-        return out[0].unflatten(0, (problem.batch, problem.seqlen_q))
+    return {name: problems[name] for name in sorted(problems, key=place)}
 
-    return attention
+
+def _deterministic(problem: Problem) -> side_by_side.Attention:
+    import fa2tune
+
+    return functools.partial(fa2tune.attention, mask=problem.mask, layout="bshd", deterministic=True)
+
+
+def _flash_attn_is_here() -> bool:
+    """BadParameter: a library is named that is not there."""
+    why = peers.flash_attn_missing()
+    if why and os.environ.get(peers.FLASH_ATTN_LIBRARY):
+        raise click.BadParameter(why)
+    return why is None
 
 
 PEERS: Mapping[str, side_by_side.Peer] = {
     side_by_side.SUBJECT: workloads.PEERS[side_by_side.SUBJECT],
     "fa2": workloads.PEERS["fa2"],
-    "flash_attn": side_by_side.Peer(_flash_attn, lambda: "FA2_LIBRARY" in os.environ, backward=False),
+    "flash_attn": side_by_side.Peer(peers.flash_attn, _flash_attn_is_here, backward=False),
+    STEADY: side_by_side.Peer(_deterministic, forward=False),
 }
+
+
+def measured(rivals: Mapping[str, side_by_side.Peer], problem: Problem) -> dict[str, Any]:
+    """A call, and how long measuring it took."""
+    begin = time.monotonic()
+    found = workloads.recorded(workloads.measure, rivals, problem)
+    return {**found, "seconds": round(time.monotonic() - begin, 1)}
 
 
 # ---- the record and the tables
 
 
-def ratios(record: Mapping[str, Any], pass_: str, peer: str) -> dict[str, float]:
-    """Call -> the peer's time over fa2tune's; 0: fa2tune cannot run it. Calls that the peer cannot run are left out."""
-    found = {}
+def ratios(record: Mapping[str, Any], what: str, peer: str) -> dict[str, float]:
+    """Call -> the peer's time over that of what is timed of fa2tune (``OURS``); 0: fa2tune cannot run it. Calls that the peer
+    cannot run are left out."""
+    found, (pass_, ours) = dict[str, float](), OURS[what]
     for name, call in record["calls"].items():
         us = call[pass_]["us"]
         if peer in us:
-            found[name] = us[peer] / us[side_by_side.SUBJECT] if side_by_side.SUBJECT in us else 0.0
+            found[name] = us[peer] / us[ours] if ours in us else 0.0
     return found
 
 
 def _kinds(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield from ((pass_, peer) for peer in LABELS for pass_ in ("fwd", "bwd") if ratios(record, pass_, peer))
+    """What is timed of fa2tune, beside which peer; what is deterministic also beside what is not."""
+    for peer in (*LABELS, side_by_side.SUBJECT):
+        for what, (_, ours) in OURS.items():
+            beside_itself = peer == side_by_side.SUBJECT and ours == peer
+            if ours in record["peers"] and not beside_itself and ratios(record, what, peer):
+                yield what, peer
 
 
-def _said(pass_: str, peer: str) -> str:
-    return f"{'forward' if pass_ == 'fwd' else 'backward'}, x {LABELS[peer]}"
+def _said(what: str, peer: str) -> str:
+    return f"{what}, x {LABELS.get(peer, 'in no fixed order')}"
 
 
 def summary(record: Mapping[str, Any]) -> Iterator[str]:
-    for pass_, peer in _kinds(record):
-        found = ratios(record, pass_, peer)
+    for what, peer in _kinds(record):
+        found = ratios(record, what, peer)
         mean = math.exp(statistics.fmean(math.log(max(ratio, 0.01)) for ratio in found.values()))
         least = min(found, key=found.__getitem__)
         level = sum(ratio >= 1 for ratio in found.values())
         yield (
-            f"{_said(pass_, peer)}: {level} of {len(found)} at least 1.0, geometric mean {mean:.2f}, least "
+            f"{_said(what, peer)}: {level} of {len(found)} at least 1.0, geometric mean {mean:.2f}, least "
             f"{found[least]:.2f} ({least})"
         )
 
@@ -122,14 +154,14 @@ def summary(record: Mapping[str, Any]) -> Iterator[str]:
 def grid_table(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"| head dim, mask | {' | '.join(map(str, LENGTHS))} |"
     yield f"|---|{'--:|' * len(LENGTHS)}"
-    for pass_, peer in _kinds(record):
-        found = ratios(record, pass_, peer)
+    for what, peer in _kinds(record):
+        found = ratios(record, what, peer)
         for dim in HEAD_DIMS:
             for mask in (FULL, CAUSAL):
                 cells = [found.get(f"{dim} {mask} {length}") for length in LENGTHS]
                 if any(cell is not None for cell in cells):
                     said = " | ".join("-" if cell is None else f"{cell:.2f}" for cell in cells)
-                    yield f"| {_said(pass_, peer)}, {dim}, {mask} | {said} |"
+                    yield f"| {_said(what, peer)}, {dim}, {mask} | {said} |"
 
 
 def models_table(record: Mapping[str, Any]) -> Iterator[str]:
@@ -180,8 +212,8 @@ def main(gpu: str, crowd: bool, only: str, share: slice, seconds: float, out: Pa
     about = {"environment": side_by_side.environment(), "peers": list(here), "for": whose.name, "crowded": crowd}
     record = side_by_side.begun(out, about)
     ported.begin(whose, crowd)
-    problems = side_by_side.in_share({name: problem for name, problem in calls().items() if only in name}, share)
-    side_by_side.fill(record, problems, functools.partial(workloads.recorded, workloads.measure, here), seconds, out)
+    problems = in_turn({name: problem for name, problem in calls().items() if only in name})
+    side_by_side.fill(record, side_by_side.in_share(problems, share), functools.partial(measured, here), seconds, out)
     click.echo("\n".join(summary(record)))
 
 

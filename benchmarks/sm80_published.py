@@ -1,8 +1,10 @@
-"""What the model's step from Hopper to another GPU is worth: FlashAttention-2's published speeds on both.
+"""What a step from Hopper to another GPU is worth, held to FlashAttention-2's published speeds: by one level, by the model.
 
     python benchmarks/sm80_published.py                        # no compile, no GPU
     python benchmarks/sm80_published.py --page docs/model.md
 
+The level: the A100's published speeds over those that benchmarks/sm80_calls.py recorded of SDPA's FlashAttention-2 on an H200,
+both passes together. It is the geometric mean at head dim 64 and is held to head dim 128, whose figures it has not seen.
 A peer that was published for two GPUs says how much slower the one is for code of this kind: nothing of it was used to fit the
 model. The model's figure is of the default configs of kernels/sm80, by the recorded counts (benchmarks/sm80_model.py): the time
 it expects on the one GPU over that on the other. Both passes together where both were published together.
@@ -14,7 +16,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 import click
@@ -22,17 +24,19 @@ import marked
 import sm80_model
 
 from fa2tune import gpus
-from fa2tune.rows import reader
-from fa2tune.rows.row import PORTED
-from fa2tune.spec.problem import BACKWARD
+from fa2tune.spec.problem import WORKLOAD_HIDDEN, WORKLOAD_TOKENS
 
 SCRIPT, PART = "sm80_published", "published"
 HERE = Path(__file__).parent
 RECORD = HERE / "calls" / "flash_attention_2_published.json"
-CACHE = HERE.parent / "cache" / "a100.sqlite"
+#: Of one session each; a call is that of the last that has it.
+CALLS = (HERE / "calls" / "sm80_calls.json", HERE / "calls" / "sm80_calls_shipped.json")
+PEER, OURS = "fa2", "fa2tune"
+FROZEN_ON, HELD_TO = "64", "128"  #: head dims
 HOPPER, A100 = "h100-sxm", "a100-sxm-80gb"
 PASSES = {"both": ("fwd", "bwd"), "fwd": ("fwd",)}
 NAMES = {"both": "forward and backward", "fwd": "forward"}
+NAMES_APART = {"fwd": "forward", "bwd": "backward"}
 WITHIN = 0.05  #: what the model is to keep to
 
 
@@ -63,7 +67,7 @@ def steps(
     for one in samples:  # the default is the first of each
         defaults.setdefault((one.pass_, f"{one.head_dim} {one.mask}"), one)
     hopper = gpus.named(HOPPER)
-    for what, part in record.items():
+    for what, part in ((what, record[what]) for what in PASSES):
         for name, cells in part["gpus"].items():
             for cell, speeds in cells.items() if name != HOPPER else ():
                 both = zip(part["lengths"], speeds, part["gpus"][HOPPER][cell], strict=True)
@@ -93,16 +97,94 @@ def what_if(record: Mapping[str, Any], samples: Sequence[sm80_model.Sample]) -> 
         yield name, [off for step in steps(record, samples, change) if step.gpu == A100 for off in step.off]
 
 
-def expected(found: Sequence[Step], cache: Path = CACHE) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
-    """(head dim and mask, pass -> (TFLOP/s of the ported row on the H200, that over the published step)), at 8k tokens."""
-    rows = [row for row in reader.read(cache) if row.obtained == PORTED and row.key.bucket == 8192]
-    for step in found:
-        if step.gpu == A100:
-            ratio = step.published[step.lengths.index(8192)]
-            dim, mask = step.cell.split()
-            own = {row.key.kernel: row for row in rows if (str(row.key.head_dim), row.key.mask) == (dim, mask)}
-            speeds = {kernel: own[kernel].tflops or 0.0 for kernel in ("fwd", BACKWARD)}
-            yield step.cell, {kernel: (speed, speed / ratio) for kernel, speed in speeds.items()}
+# ---- one level
+
+
+def recorded(paths: Iterable[Path] = CALLS) -> dict[str, Any]:
+    """Calls that were timed as sm_80 code on an H200."""
+    found: dict[str, Any] = {}
+    for path in paths:
+        if path.exists():
+            found |= json.loads(path.read_text(encoding="utf-8"))["calls"]
+    return found
+
+
+def speed(calls: Mapping[str, Any], cell: str, length: int, passes: Sequence[str], whose: str = PEER) -> float:
+    """TFLOP/s of passes together, counted as they were published: half of the operations under a causal mask."""
+    done = 2.0 * length * WORKLOAD_TOKENS * WORKLOAD_HIDDEN * sum({"fwd": 2, "bwd": 5}[pass_] for pass_ in passes)
+    us = sum(calls[f"{cell} {length}"][pass_]["us"][whose] for pass_ in passes)
+    return done * (0.5 if cell.endswith("causal") else 1.0) / us / 1e6
+
+
+def shares(record: Mapping[str, Any], calls: Mapping[str, Any], gpu: str = A100) -> dict[str, list[float]]:
+    """Head dim and mask -> published speeds of both passes over the recorded ones."""
+    part = record["both"]
+    return {
+        cell: [
+            theirs / speed(calls, cell, length, PASSES["both"])
+            for length, theirs in zip(part["lengths"], speeds, strict=True) if theirs
+        ]
+        for cell, speeds in part["gpus"][gpu].items()
+    }  # fmt: skip
+
+
+def _of(found: Mapping[str, Sequence[float]], head_dim: str) -> list[float]:
+    return [share for cell, own in found.items() if cell.split()[0] == head_dim for share in own]
+
+
+def level(record: Mapping[str, Any], calls: Mapping[str, Any]) -> float:
+    """Speed on an A100 over that of the same code on an H200, by the head dim that it may see."""
+    return geometric_mean(_of(shares(record, calls), FROZEN_ON))
+
+
+def expected(calls: Mapping[str, Any], step: float, length: int = 8192) -> Iterator[tuple[str, dict[str, float]]]:
+    """(head dim and mask, pass -> TFLOP/s of fa2tune that are expected of an A100)."""
+    for dim in (FROZEN_ON, HELD_TO):
+        for mask in ("full", "causal"):
+            cell = f"{dim} {mask}"
+            yield cell, {pass_: step * speed(calls, cell, length, (pass_,), OURS) for pass_ in PASSES["both"]}
+
+
+def _percent(values: Sequence[float]) -> str:
+    least, most = (f"{100 * one:+.1f}" for one in (min(values), max(values)))
+    return f"{least} to {most} %"
+
+
+def by_level(record: Mapping[str, Any], calls: Mapping[str, Any]) -> Iterator[str]:
+    found, step = shares(record, calls), level(record, calls)
+    same = shares(record, calls, HOPPER)
+    yield "| FlashAttention-2, forward and backward | cells | A100, published, over the H200, recorded | expected by the level, less 1 | within 5 % | H100, published, over the H200 |"  # noqa: E501
+    yield "|---|--:|--:|--:|--:|--:|"
+    for dim, said in ((FROZEN_ON, "the level is their mean"), (HELD_TO, "held to it")):
+        own = _of(found, dim)
+        off = [step / share - 1 for share in own]
+        yield (
+            f"| head dim {dim}, {said} | {len(own)} | {_range(own, '.3f')} | {_percent(off)} | "
+            f"{sum(abs(one) <= WITHIN for one in off)} | {_range(_of(same, dim), '.2f')} |"
+        )
+    most = {
+        pass_: max(step * speed(calls, cell, length, (pass_,)) for cell in found for length in record["both"]["lengths"])
+        for pass_ in PASSES["both"]
+    }  # fmt: skip
+    known = record["most"]
+    said = {pass_: f"{known[pass_]:.0f} ({100 * (own / known[pass_] - 1):+.0f} %)" for pass_, own in most.items()}
+    yield ""
+    yield (
+        f"The level: {step:.3f}. By it FlashAttention-2 itself has at most {most['fwd']:.0f} TFLOP/s forward and "
+        f"{most['bwd']:.0f} backward on an A100; published are {said['fwd']} and {said['bwd']}."
+    )
+    peak = gpus.named(A100).tensor_tflops
+    yield from (
+        "",
+        "| length 8k, fa2tune | forward on the H200, TFLOP/s | by the level | share of 312 | backward on the H200 | by the level | share of 312 |",  # noqa: E501
+        "|---|--:|--:|--:|--:|--:|--:|",
+    )
+    for cell, speeds in expected(calls, step):
+        cells = [f"{one / step:.0f} | {one:.0f} | {100 * one / peak:.0f} %" for one in speeds.values()]
+        yield f"| {cell.replace(' ', ', ')} | {' | '.join(cells)} |"
+
+
+# ---- as a page
 
 
 def _range(values: Sequence[float], form: str) -> str:
@@ -110,8 +192,12 @@ def _range(values: Sequence[float], form: str) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def text(found: Sequence[Step], changed: Iterable[tuple[str, Sequence[float]]]) -> str:
+def text(
+    levels: Iterable[str], found: Sequence[Step], changed: Iterable[tuple[str, Sequence[float]]]
+) -> str:  # fmt: skip
     lines = [
+        *levels,
+        "",
         "| GPU, pass | head dim, mask | lengths | its time over the H100's, published | by the model | "
         "expected speed over published, less 1 |",
         "|---|---|--:|--:|--:|--:|",
@@ -128,19 +214,6 @@ def text(found: Sequence[Step], changed: Iterable[tuple[str, Sequence[float]]]) 
         f"{100 * min(off):+.0f} to {100 * max(off):+.0f} % |"
         for name, off in changed
     ]
-    lines += [
-        "",
-        "| length 8k | forward: the A100's row on the H200, TFLOP/s | over the published step | share of 312 | "
-        "backward: row on the H200 | over the published step | share of 312 |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]  # fmt: skip
-    peak = gpus.named(A100).tensor_tflops
-    for cell, speeds in expected(found):
-        cells = [
-            f"{here:.0f} | {there:.0f} | {100 * there / peak:.0f} %"
-            for here, there in (speeds["fwd"], speeds[BACKWARD])
-        ]
-        lines.append(f"| {cell.replace(' ', ', ')} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -149,7 +222,9 @@ def text(found: Sequence[Step], changed: Iterable[tuple[str, Sequence[float]]]) 
 def main(page: Path | None) -> None:
     _, samples = sm80_model.load()
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    marked.publish(page, PART, SCRIPT, text(list(steps(record, samples)), what_if(record, samples)))
+    marked.publish(
+        page, PART, SCRIPT, text(by_level(record, recorded()), list(steps(record, samples)), what_if(record, samples))
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ multiprocessor than there. What does not carry over: an A100's float32 rate is h
 where Hopper takes some 6.2, and so on for the others.
 Per cell (pass, head dim, mask, length; 16k tokens, hidden size 2048, bf16): the default config, those of --try and so many
 legal ones drawn at random, each checked by the error rule and compared with SDPA's result, then timed in turns. Figures: SDPA's
-time divided by this one, median over rounds.
+time divided by this one, median over rounds. Tensors are (batch, seqlen, heads, dim) in memory, and seen as SDPA asks for them.
 
     python benchmarks/sm80_race.py --pass fwd --configs 0 --try '{"SCHEDULE": "double", "BLOCK_N": 32}' --every
 
@@ -199,8 +199,9 @@ def _methods(cell: Cell) -> tuple[dict[str, Callable[[], Any]], dict[str, float]
 
     aten = torch.ops.aten
     heads, scale, causal = WORKLOAD_HIDDEN // cell.head_dim, cell.head_dim**-0.5, cell.mask.name == "causal"
-    shape = (WORKLOAD_TOKENS // cell.length, heads, cell.length, cell.head_dim)
-    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    shape = (WORKLOAD_TOKENS // cell.length, cell.length, heads, cell.head_dim)
+    # as a model's projections leave them: of another layout SDPA's backward first copies O and dO, 0.18 ms here
+    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
     forward = aten._scaled_dot_product_flash_attention
     o, lse, *rest = forward(q, k, v, 0.0, causal, False, scale=scale)
     sums_q, sums_k, longest_q, longest_k, seed, offset = rest[:6]

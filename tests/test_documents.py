@@ -41,10 +41,12 @@ def test_markers_must_be_there_once_and_in_order(page: str, tmp_path: Path) -> N
 
 PAGES = (
     ("README.md", "readme_table", "medians"),
+    ("docs/a100.md", "sm80_reach", "reach"),
     ("docs/benchmarks.md", "specialized_table", "rows"),
     ("docs/benchmarks.md", "workloads", "workloads"),
     ("docs/drop-ins.md", "combinations_table", "combinations"),
     ("docs/lookup.md", "lookup_cost", "lookup"),
+    ("docs/experiments/mma-sync.md", "sm80_reach", "layout"),
     ("docs/model.md", "sm80_published", "published"),
     ("docs/search.md", "pruning", "pruning"),
     ("docs/serve.md", "models_table", "models"),
@@ -73,6 +75,8 @@ def test_tables_in_the_documents_are_what_the_scripts_write(page: str, name: str
         source.main.main(arguments, standalone_mode=False)
     elif name in ("combinations_table", "sm80_published"):
         source.main.callback(page=copy)
+    elif name == "sm80_reach":
+        source.main.callback(part=part, page=copy)
     elif name == "specialized_table":
         source.main.callback(cache=ROOT / "cache/h200.sqlite", page=copy)
     else:

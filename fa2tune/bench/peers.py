@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fa2tune.spec.mask import CAUSAL, FULL
@@ -212,6 +214,53 @@ def _fa4_missing() -> str | None:
     return None if found else "the package flash-attn-4 (flash_attn.cute) is not installed"
 
 
+#: Names a library with the operator ``_vllm_fa2_C::varlen_fwd``: the flash-attn package's FlashAttention-2, forward only.
+FLASH_ATTN_LIBRARY = "FA2_LIBRARY"
+
+
+def flash_attn(problem: Problem) -> Attention:
+    """The library's forward of (batch, seqlen, heads, dim) tensors, as sequences of equal lengths."""
+    import torch
+
+    window = problem.mask.window
+    if window is None and problem.mask not in (FULL, CAUSAL):
+        raise NotImplementedError(f"flash-attn has no mask {problem.mask}")
+    left, right = (-1 if side is None else side for side in window or (None, None))
+    torch.ops.load_library(os.environ[FLASH_ATTN_LIBRARY])
+    operator = torch.ops._vllm_fa2_C.varlen_fwd.default
+    given = {
+        "dropout_p": 0.0, "p_dropout": 0.0, "softmax_scale": problem.head_dim**-0.5, "zero_tensors": False,
+        "is_causal": problem.mask == CAUSAL, "window_size_left": left, "window_size_right": right, "softcap": 0.0,
+        "return_softmax": False, "num_splits": 0, "max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k,
+    }  # fmt: skip
+    # releases differ in what stands where
+    names = [one.name for one in operator._schema.arguments][3:]
+
+    @functools.cache
+    def offsets(device: torch.device) -> Mapping[str, torch.Tensor]:
+        starts = torch.arange(problem.batch + 1, dtype=torch.int32, device=device)
+        return {"cu_seqlens_q": starts * problem.seqlen_q, "cu_seqlens_k": starts * problem.seqlen_k}
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        arguments = {**given, **offsets(q.device)}
+        packed = (tensor.flatten(0, 1) for tensor in (q, k, v))
+        out: torch.Tensor = operator(*packed, *(arguments.get(name) for name in names))[0]
+        return out.unflatten(0, (problem.batch, problem.seqlen_q))
+
+    return attention
+
+
+def flash_attn_missing() -> str | None:
+    named = os.environ.get(FLASH_ATTN_LIBRARY)
+    if not named:
+        return f"{FLASH_ATTN_LIBRARY} names no library with _vllm_fa2_C::varlen_fwd (it is in vLLM's wheel)"
+    return None if Path(named).is_file() else f"{FLASH_ATTN_LIBRARY}: got {named!r}, which is not a file"
+
+
+def _flash_attn_unfit(_problem: Problem, pass_: str, _free_bytes: int) -> str | None:
+    return None if pass_ == "fwd" else "the library has no backward"
+
+
 #: In the order of tables and plots. The subject comes first.
 PEERS: Mapping[str, Peer] = {
     peer.name: peer
@@ -220,6 +269,9 @@ PEERS: Mapping[str, Peer] = {
         Peer("fa4", "FlashAttention-4", _fa4, layout="bshd", missing=_fa4_missing),
         Peer("sdpa-cudnn", "SDPA cuDNN", _sdpa("CUDNN_ATTENTION")),
         Peer("sdpa-flash", "SDPA FlashAttention-2", _sdpa("FLASH_ATTENTION")),
+        Peer(
+            "flash-attn", "flash-attn", flash_attn, layout="bshd", missing=flash_attn_missing, unfit=_flash_attn_unfit
+        ),
         Peer("flex", "FlexAttention", _flex),
         Peer("triton-plain", "Untuned Triton", _triton_plain),
         Peer("sdpa-efficient", "SDPA mem-efficient", _sdpa("EFFICIENT_ATTENTION")),
@@ -229,7 +281,12 @@ PEERS: Mapping[str, Peer] = {
 
 
 #: Peers that multiply by mma.sync, too: what ported code is fairly compared with. The others use wgmma where it is there.
-BY_MMA_SYNC = ("sdpa-flash", "triton-plain")
+BY_MMA_SYNC = ("sdpa-flash", "flash-attn", "triton-plain")
+
+
+def by_mma_sync() -> list[str]:
+    """Those of ``BY_MMA_SYNC``; the library only where the environment names one, be it there or not."""
+    return [name for name in BY_MMA_SYNC if name != "flash-attn" or os.environ.get(FLASH_ATTN_LIBRARY)]
 
 
 def select(

@@ -35,15 +35,15 @@ SUFFIXES = (".png", ".svg")
 #: Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = {
     "fa2tune": "#D55E00", "fa4": "#0072B2", "sdpa-cudnn": "#56B4E9", "sdpa-flash": "#009E73", "flex": "#CC79A7",
-    "triton-plain": "#E6B422", "sdpa-efficient": "#A6A6A6", "standard": "#5B5B5B",
+    "triton-plain": "#E6B422", "sdpa-efficient": "#A6A6A6", "standard": "#5B5B5B", "flash-attn": "#F0E442",
 }  # fmt: skip
-MARKERS = dict(zip(COLOURS, "osD^vP*X", strict=True))
+MARKERS = dict(zip(COLOURS, "osD^vP*X<", strict=True))
 #: What a legend says a peer is; {field}: of the run's environment.
 _NAMES = {
     "fa2tune": "fa2tune (this library)", "fa4": "FlashAttention-4 {flash-attn-4}", "sdpa-cudnn": "torch SDPA: cuDNN {cudnn}",
     "sdpa-flash": "torch SDPA: FlashAttention-2", "flex": "torch FlexAttention, compiled",
     "triton-plain": "fa2tune's kernels, untuned", "sdpa-efficient": "torch SDPA: memory-efficient",
-    "standard": "matmul + softmax in torch",
+    "standard": "matmul + softmax in torch", "flash-attn": "flash-attn (FlashAttention-2)",
 }  # fmt: skip
 _INK, _PALE = "#222222", "#6F6F6F"
 _LEFT, _RIGHT = 0.75, 0.2  #: margins, inches

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fa2tune.bench import comparison
-from fa2tune.bench.peers import BY_MMA_SYNC, PEERS, SUBJECT, select
+from fa2tune.bench.peers import BY_MMA_SYNC, FLASH_ATTN_LIBRARY, PEERS, SUBJECT, by_mma_sync, select
 from fa2tune.cli import _output
 from fa2tune.cli._options import comma_separated, masks, shown_errors, window
 from fa2tune.spec.mask import ROW_MASKS, mask_of, row_mask_named
@@ -60,7 +60,8 @@ def _text(values: tuple[Any, ...]) -> str:
               help="Stop before a cell that would likely exceed it; --resume continues.")  # fmt: skip
 @click.option("--as", "other", metavar="GPU",
               help="Run the code and the rows of a GPU without wgmma on this Hopper GPU: sm_80 to sm_89, sm_120 or a name "
-                   f"as tune --gpu takes it. Peers are then {', '.join(BY_MMA_SYNC)} unless named.")  # fmt: skip
+                   f"as tune --gpu takes it. Peers are then {', '.join(BY_MMA_SYNC)} unless named; flash-attn where "
+                   f"{FLASH_ATTN_LIBRARY} names its library.")  # fmt: skip
 @click.option("--resume", is_flag=True, help="Continue OUT/bench.json if it exists.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("bench"), show_default=True,
               help="Folder for bench.json and the plots.")  # fmt: skip
@@ -75,7 +76,7 @@ def bench(
     that are right. bench.json is written after each cell.
     """
     try:
-        chosen, absent = select(BY_MMA_SYNC if other is not None and peers is None else peers)
+        chosen, absent = select(by_mma_sync() if other is not None and peers is None else peers)
         names = () if mask is None and windows else ROW_MASKS if mask is None else (mask,)
         chosen_masks = map(row_mask_named, names)
         grid = comparison.Grid(

@@ -442,7 +442,7 @@ def test_as_another_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ]
     result = CliRunner().invoke(command, [*arguments, "--as", "sm_86"])
     assert result.exit_code == 0, result.output
-    assert [gpu.name for gpu in begun] == ["a10"] and asked == [("sdpa-flash", "triton-plain")]
+    assert [gpu.name for gpu in begun] == ["a10"] and asked == [["sdpa-flash", "triton-plain"]]
     assert comparison.load(tmp_path / "bench.json")["runs"][0]["code"] == "sm_80 code for a10"
     assert "running sm_80 code for a10" in " ".join(tables.setting(comparison.load(tmp_path / "bench.json")).split())
     mixed = CliRunner().invoke(command, [*arguments, "--resume"])

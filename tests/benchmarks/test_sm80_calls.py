@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from benchmark_scripts import script
 from click.testing import CliRunner
 from peer_fakes import right, without_gpu
@@ -32,46 +31,41 @@ def test_calls_are_the_grid_and_ten_of_models() -> None:
     )
 
 
-@pytest.mark.parametrize("dropout", ["p_dropout", "dropout_p"])
-def test_flash_attn_gets_what_its_operator_names(dropout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Releases differ in the order of arguments and in the name of one."""
-    given: dict[str, Any] = {}
-    names = (
-        "q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k", dropout,
-        "softmax_scale", "is_causal", "window_size_left", "gen",
-    )  # fmt: skip
+def test_with_little_time_all_head_dims_come_first() -> None:
+    """Long calls, then short ones; calls of models are not last."""
+    names = list(sm80_calls.in_turn(sm80_calls.calls()))
+    assert sorted(names) == sorted(sm80_calls.calls())
+    assert names[:4] == ["128 full 8192", "128 causal 8192", "96 full 8192", "96 causal 8192"]
+    assert {name.rpartition(" ")[2] for name in names[:16]} == {"8192", "512"}
+    assert tuple(names[24:34]) == sm80_calls.OF_MODELS
+    share = list(side_by_side.in_share(sm80_calls.in_turn(sm80_calls.calls()), slice(0, None, 4)))
+    assert len(share) == 15 and {name.split()[0] for name in share[:4]} == {"128", "256"}
 
-    class Operator:
-        _schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in names])
 
-        def __call__(self, *arguments: Any) -> list[torch.Tensor]:
-            given.update(zip(names, arguments, strict=True))
-            return [given["q"]]
+def test_a_deterministic_call_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fa2tune
 
-    monkeypatch.setenv("FA2_LIBRARY", "library.so")
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    space = SimpleNamespace(varlen_fwd=SimpleNamespace(default=Operator()))
-    monkeypatch.setattr(torch.ops, "_vllm_fa2_C", space, raising=False)
-    arange = torch.arange
-    monkeypatch.setattr(torch, "arange", lambda *args, device, **more: arange(*args, **more))
-    problem = Problem("bf16", 2, 4, 2, 5, 7, 16, 16, CAUSAL)
-    q, k = torch.zeros(2, 5, 4, 16), torch.zeros(2, 7, 2, 16)
-    assert sm80_calls._flash_attn(problem)(q, k, k).shape == (2, 5, 4, 16)
-    assert given["q"].shape == (10, 4, 16) and given["k"].shape == (14, 2, 16)
-    assert given["cu_seqlens_q"].tolist() == [0, 5, 10] and given["cu_seqlens_k"].tolist() == [0, 7, 14]
-    assert (given["max_seqlen_q"], given["max_seqlen_k"], given["softmax_scale"]) == (5, 7, 0.25)
-    assert given["is_causal"] is True and given["window_size_left"] == -1 and given[dropout] == 0.0
-    assert given["out"] is given["seqused_k"] is given["gen"] is None
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(fa2tune, "attention", lambda *_, **named: asked.update(named))
+    sm80_calls.PEERS[sm80_calls.STEADY].make(Problem("bf16", 1, 1, 1, 8, 8, 16, 16, CAUSAL))(1, 2, 3)
+    assert asked == {"mask": CAUSAL, "layout": "bshd", "deterministic": True}
+
+
+def test_a_library_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA2_LIBRARY", "/nowhere/library.so")
+    done = CliRunner().invoke(sm80_calls.main, [])
+    assert done.exit_code == 2 and "FA2_LIBRARY: got '/nowhere/library.so', which is not a file" in done.output
 
 
 def test_a_record_says_whose_calls_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    without_gpu(monkeypatch, {"fa2tune": 1.0, "fa2": 1.2, "flash_attn": 0.9})
+    without_gpu(monkeypatch, {"fa2tune": 1.0, "fa2": 1.2, "flash_attn": 0.9, "fa2tune deterministic": 1.25})
     begun: list[Any] = []
     monkeypatch.setattr(ported, "begin", lambda gpu, crowd: begun.append((gpu.name, crowd)))
-    whole = side_by_side.Peer(right)
-    monkeypatch.setattr(
-        sm80_calls, "PEERS", {"fa2tune": whole, "fa2": whole, "flash_attn": side_by_side.Peer(right, backward=False)}
-    )
+    whole, known = side_by_side.Peer(right), dict(sm80_calls.PEERS)
+    peers = {"fa2tune": whole, "fa2": whole, "flash_attn": side_by_side.Peer(right, backward=False)}
+    peers[sm80_calls.STEADY] = dataclasses.replace(known[sm80_calls.STEADY], make=right)
+    assert list(peers) == list(known)
+    monkeypatch.setattr(sm80_calls, "PEERS", peers)
     problems = {"64 full 512": Problem("bf16", 1, 2, 1, 80, 80, 16, 16, FULL)}
     monkeypatch.setattr(sm80_calls, "calls", lambda: problems)
     workloads = script("workloads")
@@ -83,14 +77,20 @@ def test_a_record_says_whose_calls_they_are(monkeypatch: pytest.MonkeyPatch, tmp
     assert "forward, x SDPA's FlashAttention-2: 1 of 1 at least 1.0, geometric mean 1.20, least 1.20" in done.output
     assert "forward, x flash-attn: 0 of 1 at least 1.0, geometric mean 0.90" in done.output
     assert "backward, x flash-attn" not in done.output
+    assert "deterministic backward, x SDPA's FlashAttention-2: 0 of 1 at least 1.0, geometric mean 0.96" in done.output
+    assert "deterministic backward, x in no fixed order: 0 of 1 at least 1.0, geometric mean 0.80" in done.output
     shown = CliRunner().invoke(sm80_calls.main, ["--table", str(path)]).output
     assert "sm_80 code for l4 on one 1" in shown and "as l4 holds" in shown
     assert "| backward, x SDPA's FlashAttention-2, 64, full | 1.20 | - | - | - | - | - |" in shown
+    assert "| deterministic backward, x SDPA's FlashAttention-2, 64, full | 0.96 | - |" in shown
+    call = json.loads(path.read_text())["calls"]["64 full 512"]
+    assert sorted(call["fwd"]["us"]) == ["fa2", "fa2tune", "flash_attn"], "a deterministic forward is any forward"
+    assert call["bwd"]["best_peer"] == "fa2" and call["seconds"] >= 0
     again = CliRunner().invoke(sm80_calls.main, ["--gpu", "a100", "--out", str(path)])
     assert again.exit_code == 2 and "has for l4, here a100-sxm-80gb" in again.output
     record = json.loads(path.read_text())
     del record["calls"]["64 full 512"]["fwd"]["us"]["fa2tune"]
-    assert sm80_calls.ratios(record, "fwd", "fa2") == {"64 full 512": 0.0}, "what fa2tune cannot run is lost"
+    assert sm80_calls.ratios(record, "forward", "fa2") == {"64 full 512": 0.0}, "what fa2tune cannot run is lost"
 
 
 def test_a_gpu_with_wgmma_is_refused() -> None:

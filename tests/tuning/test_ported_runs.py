@@ -172,6 +172,7 @@ def test_margin() -> None:
     assert with_margin([near, default], DEFAULT) == [default, near]
     assert with_margin([far, near, default], DEFAULT) == [far, default, near]
     assert with_margin([near], DEFAULT) == [near]
+    assert with_margin([far, near], DEFAULT, 100.0) == [far], "a default of another implementation serves"
 
 
 def test_what_counts_as_proved() -> None:

@@ -21,7 +21,8 @@ from fa2tune.tuning.select import evidence, finalists
 from fa2tune.tuning.select.gpu_jobs import Steps
 from fa2tune.tuning.select.log import NONE_RIGHT, Log
 
-#: By which a written-out kernel's config must be predicted to be faster than its default, which was measured.
+#: By which a config must be predicted to be faster than the default that serves in its place: less is no gain without a
+#: measurement.
 MARGIN = 0.03
 EQUAL_WITHIN = 0.01  #: predictions closer than this are called equal
 CHECK_DEADLINE = 180.0  #: seconds
@@ -75,11 +76,13 @@ class Predicted:
         for implementation in task.space.implementations():
             rival = finalists.rival(portable.variant.space, task.spec, self.log.plan.target.gpu.arch, implementation)
             ranks = cover(task.studies.values(), implementation, rival, EQUAL_WITHIN)
-            if task.proven is not None:
-                ranks = {key: with_margin(found, task.default) for key, found in ranks.items()}
-            for key, candidates in ranks.items():
+            for key, ranked in ranks.items():
                 study = task.studies[key]
                 default = portable.studies[key].outcomes.get(point(rival))
+                candidates = (
+                    with_margin(ranked, rival, default.time_us if default else None) if task.proven is None
+                    else with_margin(ranked, task.default)
+                )  # fmt: skip
                 for outcome in candidates:
                     errors = yield from self._proved(task, outcome.config)
                     if isinstance(errors, str):
@@ -143,12 +146,16 @@ class Predicted:
         yield from ()
 
 
-def with_margin(ranked: Sequence[TrialOutcome], default: Config) -> list[TrialOutcome]:
-    """Candidates by predicted time, with the default before those that are not faster by more than the model can tell."""
+def with_margin(ranked: Sequence[TrialOutcome], default: Config, default_us: float | None = None) -> list[TrialOutcome]:
+    """Candidates by predicted time, with the default before those that are not faster by more than the model can tell.
+    ``default_us``: the time of a default of another implementation, which serves where none is faster by so much."""
     known = next((outcome for outcome in ranked if outcome.config == default), None)
-    if known is None or known.time_us is None:
+    bound = default_us if known is None else known.time_us
+    if bound is None:
         return [*ranked]
-    ahead = [outcome for outcome in ranked if (outcome.time_us or 0.0) * (1 + MARGIN) <= known.time_us]
+    ahead = [outcome for outcome in ranked if (outcome.time_us or 0.0) * (1 + MARGIN) <= bound]
+    if known is None:
+        return ahead
     return [*ahead, known, *(outcome for outcome in ranked if outcome not in ahead and outcome is not known)]
 
 
