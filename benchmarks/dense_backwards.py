@@ -299,7 +299,7 @@ def few_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     _, split = choosing.choose_backward(choosing.Chooser(problem, gpu), True, in_order=False)
     own = fused[FUSED_KERNEL]
     found: dict[str, Ordered] = {"fused": ({FUSED_KERNEL: (own, 1)}, "")}
-    one = _fused_form(problem, own, gpu, **fused_schedule.tile_a_program(fused_schedule.apart(own.config)))
+    one = _fused_form(problem, own, gpu, **{**fused_schedule.apart(own.config), "PERSISTENT": False, "DYNAMIC": False})
     if one is not None:
         found["a tile a program"] = one
     if few_split_schedule.covers(problem, fused) and few_split_schedule.at_once(problem, split, gpu):

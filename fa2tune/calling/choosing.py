@@ -352,7 +352,7 @@ def choose_in_order(chooser: Chooser) -> Choice | None:
 
 def choose_few_split(chooser: Chooser, fused: Mapping[str, Choice]) -> dict[str, Choice] | None:
     """The choices of both split kernels, which run at a time in place of the fused kernel; None: that serves."""
-    if not few_split_schedule.FEW_SPLIT or not few_split_schedule.covers(chooser.problem, fused):
+    if not few_split_schedule.covers(chooser.problem, fused):
         return None
     _, kinds = chooser.strategy(True)
     split = {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[SPLIT]}

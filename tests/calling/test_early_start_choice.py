@@ -47,7 +47,6 @@ def choices(problem: Problem, deterministic: bool = False) -> dict[str, Choice]:
 @pytest.fixture
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_schedule, "EARLY_START", True)
-    monkeypatch.setattr(fused_schedule, "TILE_A_PROGRAM", False)
 
 
 @pytest.mark.usefixtures("early")

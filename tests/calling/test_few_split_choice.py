@@ -1,9 +1,10 @@
-"""Split kernels at a time in place of the fused one for few tiles, and a program for each tile: off, and what turns them on."""
+"""Split kernels at a time in place of the fused one for few tiles."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,11 @@ from benchmark_scripts import BENCHMARKS, script
 
 from fa2tune import gpus
 from fa2tune.calling import backward_plans, choosing, dispatch, serving
-from fa2tune.calling.schedules import few_split_schedule, fused_schedule
+from fa2tune.calling.schedules import few_split_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError, NoTritonError
 from fa2tune.fleet import precompile
+from fa2tune.gpus import Gpu
 from fa2tune.launching.beside import DQ_AT_ONCE
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, band
@@ -23,7 +25,8 @@ from fa2tune.spec.problem import Problem
 
 H200, H100 = gpus.named("h200"), gpus.named("h100")
 FEW = Problem("bf16", 4, 2, 2, 1003, 1003, 88, 88, CAUSAL)
-SHORT = script("backward_calls").SHORT_CALLS
+CALLS = script("backward_calls")
+SHORT = CALLS.SHORT_CALLS
 
 
 def chosen(problem: Problem, deterministic: bool = False, few_split: bool = True) -> tuple[str, dict[str, Choice]]:
@@ -36,27 +39,33 @@ def order(problem: Problem) -> str:
     return backward_plans.division(problem, choices, H200).order
 
 
-@pytest.fixture
-def split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_split_schedule, "FEW_SPLIT", True)
+def timed() -> Iterator[tuple[str, Problem, Gpu, Mapping[str, float]]]:
+    """Calls whose split kernels were raced, on which GPU, with the times of all forms; "fused": of what served else."""
+    for file, of, gpu in (("few_backwards", CALLS.FEW_CALLS, H200), ("short_backwards", CALLS.SHORT_CALLS, H100)):
+        record = json.loads((BENCHMARKS / f"calls/{file}.json").read_text("utf-8"))["calls"]
+        for name, call in record.items():
+            if "split, at a time" in call["us"]:
+                yield name, of[name][0], gpu, {"fused": call["us"].get("served", 0.0), **call["us"]}
 
 
-def test_no_call_has_either_yet() -> None:
-    assert not few_split_schedule.FEW_SPLIT and not fused_schedule.TILE_A_PROGRAM
-    assert chosen(FEW)[0] == "fused" and chosen(FEW)[1]["bwd_fused"].config["PERSISTENT"] and order(FEW) == ""
+def test_estimates_are_near_the_records() -> None:
+    off = []
+    for name, problem, gpu, us in timed():
+        split = choosing.choose_backward(choosing.Chooser(problem, gpu), True, in_order=False)[1]
+        assert few_split_schedule.at_once(problem, split, gpu)
+        off.append(math.log(few_split_schedule.predicted_us(problem, split) / us["split, at a time"]))
+        assert abs(off[-1]) < 0.14, name
+    assert len(off) == 12 and math.sqrt(sum(one**2 for one in off) / len(off)) < 0.065
 
 
-def test_estimates_are_near_the_record() -> None:
-    """AROUND_US and BOTH are fitted to these three: no other was timed."""
-    record = json.loads((BENCHMARKS / "calls/short_backwards.json").read_text("utf-8"))
-    for name in ("88, 1003", "96, 186 x 359", "128, 129"):
-        problem, us = SHORT[name][0], record["calls"][name]["us"]
-        split = choosing.choose_backward(choosing.Chooser(problem, H100), True, in_order=False)[1]
-        assert few_split_schedule.at_once(problem, split, H100)
-        assert few_split_schedule.predicted_us(problem, split) == pytest.approx(us["split, at a time"], abs=1.6)
+def test_the_choice_is_the_faster_one() -> None:
+    for name, problem, gpu, us in timed():
+        chooser = choosing.Chooser(problem, gpu)
+        strategy, _ = choosing.choose_backward(chooser, False)
+        best = min(us["fused"], us["split, at a time"])
+        assert us["split, at a time" if strategy == "split" else "fused"] <= 1.1 * best, name
 
 
-@pytest.mark.usefixtures("split")
 def test_it_serves_where_that_was_faster() -> None:
     strategy, choices = chosen(FEW)
     assert (strategy, set(choices), order(FEW)) == ("split", {"bwd_dq", "bwd_dkdv"}, DQ_AT_ONCE)
@@ -65,7 +74,6 @@ def test_it_serves_where_that_was_faster() -> None:
         assert chosen(SHORT[name][0])[0] == "fused"
 
 
-@pytest.mark.usefixtures("split")
 @pytest.mark.parametrize(
     "other",
     [
@@ -78,20 +86,16 @@ def test_it_serves_where_that_was_faster() -> None:
     ],
     ids=["grouped", "64 columns", "many tiles", "one tile of keys", "window", "packed"],
 )
-def test_other_calls_are_left_alone(other: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = chosen(other), order(other)
-    monkeypatch.setattr(few_split_schedule, "FEW_SPLIT", False)
-    assert (chosen(other), order(other)) == now
+def test_other_calls_are_left_alone(other: Problem) -> None:
+    assert chosen(other) == chosen(other, few_split=False)
 
 
-@pytest.mark.usefixtures("split")
-def test_a_deterministic_call_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [chosen(replace(FEW, mask=mask), deterministic=True) for mask in (CAUSAL, FULL)]
-    monkeypatch.setattr(few_split_schedule, "FEW_SPLIT", False)
-    assert [chosen(replace(FEW, mask=mask), deterministic=True) for mask in (CAUSAL, FULL)] == now
+def test_a_deterministic_call_is_left_alone() -> None:
+    for mask in (CAUSAL, FULL):
+        one = replace(FEW, mask=mask)
+        assert chosen(one, deterministic=True) == chosen(one, deterministic=True, few_split=False)
 
 
-@pytest.mark.usefixtures("split")
 @pytest.mark.parametrize("error", [CompileError("x"), NoTritonError("x")], ids=repr)
 def test_the_fused_kernel_serves_where_they_cannot_be_had(error: Exception) -> None:
     tried = []
@@ -109,7 +113,6 @@ def test_the_fused_kernel_serves_where_they_cannot_be_had(error: Exception) -> N
     assert tried == ["fused"], "in a capture where they are not loaded"
 
 
-@pytest.mark.usefixtures("split")
 def test_explain_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     told = serving.explain_problem(FEW, H200, present=False)
     whole, *kernels = told.kernels[1:]
@@ -142,28 +145,7 @@ def binaries(problem: Problem) -> set[Any]:
     }
 
 
-@pytest.mark.usefixtures("split")
 def test_files_of_binaries_have_them() -> None:
     held = binaries(FEW)
     for choice in chosen(FEW)[1].values():
         assert (choice.variant.name, tuple(sorted(choice.config.items()))) in held
-
-
-# ---- a program for each tile
-
-
-def test_a_program_for_each_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_split_schedule, "FEW_SPLIT", False)
-    monkeypatch.setattr(fused_schedule, "TILE_A_PROGRAM", False)
-    before = chosen(FEW)[1]["bwd_fused"]
-    many = replace(FEW, batch=9)
-    as_before = chosen(many)
-    monkeypatch.setattr(fused_schedule, "TILE_A_PROGRAM", True)
-    choice = chosen(FEW)[1]["bwd_fused"]
-    assert choice.config == {**before.config, "PERSISTENT": False, "DYNAMIC": False} and choice.of_row == before.of_row
-    assert chosen(many) == as_before, "more tiles than multiprocessors"
-    times = {fused_schedule.predicted_us(FEW, one.config, H200) for one in (before, choice)}
-    assert len(times) == 1
-    told = str(serving.explain_problem(FEW, H200, present=False))
-    assert "alone on the GPU, each kernel started early, a program for each tile, not as the row has it" in told
-    assert (choice.variant.name, tuple(sorted(choice.config.items()))) in binaries(FEW)

@@ -52,7 +52,6 @@ def chosen(problem: Problem) -> Choice:
 @pytest.fixture(autouse=True)
 def no_program_for_each_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which no record has."""
-    monkeypatch.setattr(fused_schedule, "TILE_A_PROGRAM", False)
 
 
 def late(config: Config) -> Config:

@@ -70,9 +70,6 @@ PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
 #: Whether calls of up to so many microseconds have each kernel started before the one before it ends (not yet raced enough to
 #: be on); and what that saves: 1.1 to 2.6 measured in five calls (docs/experiments/fused-backward-ends.md).
 EARLY_START, EARLY_START_US, EARLY_SAVES_US = True, 100.0, 1.3
-#: Whether calls of no more tiles than multiprocessors have a program for each, alone on the GPU, which asks for no further tile
-#: (not raced enough yet to be on): level to 1.1 us less in ten of eleven calls of 12 to 37 us, 0.2 us more in one.
-TILE_A_PROGRAM = False
 #: Tiles given out one by one at most; of more, all programs have the mean and half of the longest or last tile.
 MOST_TILES = 4096
 
@@ -367,23 +364,12 @@ def started_early(config: Config) -> Config:
     return {**config, "EARLY_START": True}
 
 
-def tile_a_program(config: Config) -> Config:
-    """With a program for each tile."""
-    return {**config, "PERSISTENT": False, "DYNAMIC": False}
-
-
 def all_forms(problem: Problem, choice: Choice, arch: int) -> Iterator[Config]:
     """Every config of other machine code that some dense call may have in place of a row's."""
     found = [form for form, _ in forms(problem, choice, arch)]
     yield from found
-    if not covers(choice.variant, problem):
-        return
-    alone = [form for form in [choice.config, *found] if not form["BESIDE"]]
-    early = [started_early(form) for form in alone] if EARLY_START else []
-    yield from early
-    for form in [*alone, *early] if TILE_A_PROGRAM else []:
-        if _allowed(tuple(tile_a_program(form).items()), problem.specialization, arch):
-            yield tile_a_program(form)
+    if EARLY_START and covers(choice.variant, problem):
+        yield from (started_early(form) for form in [choice.config, *found] if not form["BESIDE"])
 
 
 def least_us(problem: Problem, config: Config, gpu: Gpu, below: float = math.inf) -> float:
@@ -423,9 +409,6 @@ def of_dense(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
         config, time = _early_if_short(problem, other, gpu, wanted)
         if time < wanted:
             best, least = config, time
-    if TILE_A_PROGRAM and not best["BESIDE"] and in_parts <= gpu.sm_count:
-        one = tile_a_program(best)
-        best = one if _allowed(tuple(one.items()), problem.specialization, gpu.arch) else best
     return choice if best == own else replace(choice, config=best, otherwise=own)
 
 
@@ -446,5 +429,4 @@ def about(choice: Choice) -> str:
     early = bool(config.get("EARLY_START"))
     words += ["alone on the GPU"] if words or own["BESIDE"] or not early else []
     words += ["each kernel started early"] if early else []
-    words += ["a program for each tile"] if not config["PERSISTENT"] and own["PERSISTENT"] else []
     return ", ".join(words)
