@@ -12,7 +12,6 @@ from fa2tune.calling.schedules import (
     fused_schedule,
     group_parts_schedule,
     one_tile_schedule,
-    packed_schedule,
     split_backward_schedule,
 )
 from fa2tune.compiling.choice import Choice
@@ -99,10 +98,10 @@ LONG_PACKED = packed((16, 16), 9898, 15, 2048, 128, FULL), packed((32, 32), 1770
 
 @pytest.mark.parametrize("problem", SHORT_PACKED, ids=str)
 def test_short_packed_backwards_where_it_is_on(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
-    monkeypatch.setattr(packed_schedule, "EARLY_START", False)
+    monkeypatch.setattr(fused_schedule, "EARLY_START", False)
     own = choices(problem)["bwd_fused"]
     assert not own.config.get("EARLY_START") and not own.config["BESIDE"]
-    monkeypatch.setattr(packed_schedule, "EARLY_START", True)
+    monkeypatch.setattr(fused_schedule, "EARLY_START", True)
     early = choices(problem)["bwd_fused"]
     assert early.config == fused_schedule.started_early(own.config)
     assert early.of_row.config == own.of_row.config  # what serves where the form cannot be had
@@ -115,16 +114,14 @@ def test_short_packed_backwards_where_it_is_on(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("problem", LONG_PACKED, ids=str)
 def test_long_packed_backwards_do_not(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
-    monkeypatch.setattr(packed_schedule, "EARLY_START", True)
+    monkeypatch.setattr(fused_schedule, "EARLY_START", True)
     assert not choices(problem)["bwd_fused"].config.get("EARLY_START")
 
 
 @pytest.mark.usefixtures("early")
-def test_other_masks_packed_calls_and_no_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_schedule, "EARLY_START", False)  # of packed calls a switch of their own
-    packed = Problem("bf16", 1, 3, 3, 640, 640, 128, 128, FULL, extent=Extent(RAGGED, 4, 0))
+def test_other_masks_split_packed_calls_and_no_queries() -> None:
     wide = Problem("bf16", 1, 3, 3, 640, 640, 256, 256, FULL, extent=Extent(RAGGED, 4, 0))
-    for problem in (packed, wide, posed(1, 2, 500, 500, 64, band(100, 0)), posed(1, 2, 0, 500, 64, FULL)):
+    for problem in (wide, posed(1, 2, 500, 500, 64, band(100, 0)), posed(1, 2, 0, 500, 64, FULL)):
         for deterministic in (False, True):
             assert not any(choice.config.get("EARLY_START") for choice in choices(problem, deterministic).values())
 

@@ -60,9 +60,6 @@ BAND_MARGIN, BEYOND_L2 = 0.04, 0.015
 #: Queries a sequence has on average, or keys that a query sees, below which the backward runs alone on the GPU: what would run
 #: overlapped takes a share of the multiprocessors that such sequences do not give back (docs/experiments/varlen.md).
 SHORT, FEW_KEYS = 1024, 512
-#: Whether backwards of up to ``fused_schedule.EARLY_START_US`` have each kernel started early, as dense calls have: 1.1 to
-#: 2.5 us less in four calls (docs/experiments/packed-backward.md).
-EARLY_START = True
 #: Share of the GPU's memory that float32 sums of dQ may take where most of their rows are padding.
 MOST_MEMORY = 1 / 32
 
@@ -91,7 +88,7 @@ def forms(problem: Problem, choice: Choice) -> list[Config]:
     if not covers_backward(choice.variant):
         return []
     found = [apart(choice.config)] if choice.config["BESIDE"] else []
-    return [*found, fused_schedule.started_early(apart(choice.config))] if EARLY_START else found
+    return [*found, fused_schedule.started_early(apart(choice.config))] if fused_schedule.EARLY_START else found
 
 
 # ---- the forward
@@ -251,7 +248,7 @@ def of_backward(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choi
     """The fused Hopper backward for this call: as ``choice`` has it, or with the kernel alone on the GPU, or in wider bands; a
     short one with each kernel started early."""
     found = _in_bands(problem, kernel, choice, gpu)
-    if not EARLY_START or found.config["BESIDE"] or problem.is_empty:
+    if not fused_schedule.EARLY_START or found.config["BESIDE"] or problem.is_empty:
         return found
     early = replace(found, config=fused_schedule.started_early(found.config), otherwise=found.otherwise or found.config)
     parts = group_parts_schedule.parts_of(problem, kernel, early, gpu)
