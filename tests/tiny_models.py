@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 
-import fa2tune.compat.transformers  # noqa: F401  # registers it
+from fa2tune.compat.transformers import NAME
 
 DECODERS, ENCODERS = ("llama", "mistral", "qwen3", "gpt2"), ("bert", "modernbert")
 VOCABULARY = 61
@@ -72,14 +72,18 @@ def config(name: str, size: Size) -> Any:
     )  # fmt: skip
 
 
-def model(name: str, implementation: str, size: Size, *dtypes: torch.dtype, device: str = "cpu") -> Any:
-    """Weights rounded to each dtype in turn."""
+def model(
+    name: str, implementation: str, size: Size, dtype: torch.dtype = torch.float32, device: str = "cpu", like: Any = None
+) -> Any:  # fmt: skip
+    """``like``: another model, whose weights it takes."""
     torch.manual_seed(0)
     auto = transformers.AutoModelForMaskedLM if name in ENCODERS else transformers.AutoModelForCausalLM
-    made = auto.from_config(config(name, size), attn_implementation=implementation).train()
-    for dtype in dtypes:
-        made = made.to(dtype)
-    return made.to(device)
+    with torch.device(device):
+        made = auto.from_config(config(name, size), attn_implementation=implementation, dtype=dtype).train()
+    with torch.no_grad():
+        for mine, theirs in zip(made.parameters(), () if like is None else like.parameters(), strict=like is not None):
+            mine.copy_(theirs)
+    return made
 
 
 def ids(size: Size, rows: int = 2) -> torch.Tensor:
@@ -184,22 +188,26 @@ def faults(
             yield f"{name}: error {error:.2g}, allowed is {allowed:.2g} of {rms(want):.2g}"
 
 
-def _three(name: str, size: Size, dtype: torch.dtype, device: str) -> list[Any]:
-    """By fa2tune and by eager in ``dtype``, and eager in float64 with the same weights."""
-    dtypes = (("fa2tune", (dtype,)), ("eager", (dtype,)), ("eager", (dtype, torch.float64)))
-    return [model(name, implementation, size, *of, device=device) for implementation, of in dtypes]
+def _three(name: str, size: Size, dtype: torch.dtype, device: str, implementation: str = NAME) -> list[Any]:
+    """By fa2tune and by eager in ``dtype``, and eager in float64, with the same weights."""
+    ours = model(name, implementation, size, dtype, device)
+    return [ours, *(model(name, "eager", size, of, device, like=ours) for of in (dtype, torch.float64))]
 
 
-def faults_trained(name: str, size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str, list[str]]:
+def faults_trained(
+    name: str, size: Size, dtype: torch.dtype, device: str = "cpu", implementation: str = NAME
+) -> dict[str, list[str]]:
     """Of loss and gradients, by case. In one go: the cases share kernels, which a process compiles once."""
-    three = _three(name, size, dtype, device)
+    three = _three(name, size, dtype, device, implementation)
     found = {case: [*faults(*(trained(one, name, case, size) for one in three))] for case in CASES}
     return {case: said for case, said in found.items() if said}
 
 
-def faults_generated(name: str, size: Size, steps: int, dtype: torch.dtype, device: str = "cpu") -> list[str]:
+def faults_generated(
+    name: str, size: Size, steps: int, dtype: torch.dtype, device: str = "cpu", implementation: str = NAME
+) -> list[str]:
     """Of the logits of each step."""
-    ours, eager, right = (one.eval() for one in _three(name, size, dtype, device))
+    ours, eager, right = (one.eval() for one in _three(name, size, dtype, device, implementation))
     with torch.no_grad():
         tokens, logits = generated(ours, size, steps)
         assert tokens.shape == (2, size.tokens + steps)

@@ -18,17 +18,19 @@ SIZE = tiny_models.Size(tokens=300, padding=77, documents=(100, 170, 30), window
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [*tiny_models.DECODERS, *tiny_models.ENCODERS])
 def test_loss_and_gradients_against_float64(name, dtype):
-    assert tiny_models.faults_trained(name, SIZE, dtype, "cuda") == {}
+    faults = tiny_models.faults_trained(name, SIZE, dtype, "cuda")
+    assert faults == {}
 
 
 @pytest.mark.parametrize("name", tiny_models.DECODERS)
 def test_generate_against_float64(name):
-    assert tiny_models.faults_generated(name, SIZE, 6, torch.bfloat16, "cuda") == []
+    faults = tiny_models.faults_generated(name, SIZE, 6, torch.bfloat16, "cuda")
+    assert faults == []
 
 
 @pytest.mark.parametrize("case", ["plain", "left", "packed"])
 def test_torch_compile_without_graph_breaks(case):
-    one = tiny_models.model("llama", "fa2tune", SIZE, torch.bfloat16, device="cuda")
+    one = tiny_models.model("llama", "fa2tune", SIZE, torch.bfloat16, "cuda")
     tokens = tiny_models.ids(SIZE, 1 if case == "packed" else 2).cuda()
     options = tiny_models.given("llama", case, SIZE, "cuda")
     with torch.no_grad():
