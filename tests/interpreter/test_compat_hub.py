@@ -1,4 +1,5 @@
-"""fa2tune in place of kernels-community/flash-attn2: the folder for LOCAL_KERNELS, loaded as the package ``kernels`` does."""
+"""fa2tune in place of kernels-community/flash-attn2: the folder for LOCAL_KERNELS, loaded as the package ``kernels`` does,
+and by it where it is installed."""
 
 from __future__ import annotations
 
@@ -33,6 +34,27 @@ def test_the_folder_is_a_kernel_for_any_torch():
     q, k, v = (torch.randn(1, 20, 2, 16) for _ in range(3))
     want = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
     torch.testing.assert_close(module.flash_attn_func(q, k, v, causal=True), want.transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "bert", "modernbert"])
+def test_transformers_runs_it_for_flash_attention_2(name, monkeypatch):
+    """Redirected, loss, gradients and generated tokens are within the float64 rule; padded and packed, too."""
+    pytest.importorskip("kernels")
+    pytest.importorskip("transformers")
+    from transformers import modeling_flash_attention_utils as loaded
+    from transformers.utils import is_flash_attn_2_available, is_kernels_available
+
+    if is_flash_attn_2_available() or not is_kernels_available():
+        pytest.skip("Transformers takes flash-attn, or another version of kernels")
+    import tiny_models
+
+    monkeypatch.delenv(hub.SETTING, raising=False)
+    monkeypatch.setenv(hub.SETTING, hub.setting())  # what redirect() does, undone afterwards
+    size, asked = tiny_models.Size(24, padding=5, documents=(5, 11, 8), window=5), "flash_attention_2"
+    assert tiny_models.faults_trained(name, size, torch.float16, implementation=asked) == {}
+    assert loaded._flash_varlen_fn is flash_attn.flash_attn_varlen_func
+    if name in tiny_models.DECODERS:
+        assert tiny_models.faults_generated(name, size, 3, torch.float16, implementation=asked) == []
 
 
 def test_the_setting_keeps_other_kernels(monkeypatch):

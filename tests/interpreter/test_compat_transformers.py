@@ -11,6 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import tiny_models  # noqa: E402
 from transformers import masking_utils as masks  # noqa: E402
 
 import fa2tune  # noqa: E402
@@ -19,40 +20,16 @@ import fa2tune.compat.transformers as compat  # noqa: E402
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
          "max_position_embeddings": 64}  # fmt: skip
 TOKENS = 12
-
-
-def config(name):
-    decoder = {**SMALL, "num_key_value_heads": 1}
-    if name == "llama":
-        return transformers.LlamaConfig(**decoder)
-    if name == "mistral":
-        return transformers.MistralConfig(**decoder, sliding_window=5)
-    if name == "qwen3":
-        return transformers.Qwen3Config(**decoder, head_dim=12)
-    if name == "gemma2":
-        layers = {**decoder, "num_hidden_layers": 2}
-        return transformers.Gemma2Config(**layers, head_dim=16, attn_logit_softcapping=5.0, sliding_window=4)
-    if name == "gpt2":
-        return transformers.GPT2Config(vocab_size=61, n_positions=64, n_embd=32, n_layer=1, n_head=2, attn_pdrop=0.0,
-                                       resid_pdrop=0.0, embd_pdrop=0.0, bos_token_id=1, eos_token_id=2)  # fmt: skip
-    if name == "bert":
-        return transformers.BertConfig(**SMALL, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
-    layers = {**SMALL, "num_hidden_layers": 2}
-    return transformers.ModernBertConfig(**layers, local_attention=6, global_attn_every_n_layers=2, pad_token_id=0,
-                                         bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)  # fmt: skip
-
-
-DECODERS, ENCODERS = ("llama", "mistral", "qwen3", "gemma2", "gpt2"), ("bert", "modernbert")
+SIZE = tiny_models.Size(TOKENS, padding=5, documents=(3, 5, 4), window=5)
+DECODERS, ENCODERS = (*tiny_models.DECODERS, "gemma2"), tiny_models.ENCODERS
 
 
 def model(name, implementation):
-    torch.manual_seed(0)
-    auto = transformers.AutoModelForMaskedLM if name in ENCODERS else transformers.AutoModelForCausalLM
-    return auto.from_config(config(name), attn_implementation=implementation).train()
+    return tiny_models.model(name, implementation, SIZE)
 
 
 def ids(rows=2):
-    return torch.randint(3, 61, (rows, TOKENS), generator=torch.Generator().manual_seed(1))
+    return tiny_models.ids(SIZE, rows)
 
 
 def padding(side):
@@ -84,6 +61,19 @@ def compared(name, tokens, **inputs):
     assert found[2].keys() == right[2].keys()
     for parameter, gradient in right[2].items():
         torch.testing.assert_close(found[2][parameter], gradient, atol=2e-6, rtol=1e-4, msg=parameter)
+
+
+LONGER = tiny_models.Size(24, padding=5, documents=(5, 11, 8), window=5)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_loss_and_gradients_against_float64(name):
+    assert tiny_models.faults_trained(name, LONGER, torch.float16) == {}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_generate_against_float64(name):
+    assert tiny_models.faults_generated(name, LONGER, 3, torch.float16) == []
 
 
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
