@@ -107,6 +107,8 @@ HOOKS = {
     "BLOCKS_BELOW": "blocks_below", "FIRST_BLOCK": "first_block", "CLEAR_BLOCKS": "clear_blocks", "HIDE": "hide",
     "SEES_A_KEY": "sees_a_key", "QUERY_BLOCKS": "query_blocks", "HIDE_QUERIES": "hide_queries",
 }  # fmt: skip
+#: The same, of a function that a mask's file may lack, in which case the parameter is None.
+OPTIONAL_HOOKS = {"LAST_KEY": "last_key"}
 #: The same of the score term's file.
 SCORE_HOOKS = {"APPLY": "apply", "GRAD": "grad"}
 #: Run-time integers of a mask that has any; of another they are compiled in as 0, so they cost nothing.
