@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fa2tune.catalogue import WARP_GROUP, WARP_THREADS
 from fa2tune.compiling.compiler import tool
+from fa2tune.spec.variant import WARP_GROUP, WARP_THREADS
 
 LEAST_MASK = 4  #: compares and selects a thread runs for its share of the smallest tile, 16 x 32 by 128 threads
 

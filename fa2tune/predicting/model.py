@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fa2tune.catalogue import SCHEDULERS, WARP_GROUP, WARP_THREADS
+from fa2tune.catalogue import SCHEDULERS
 from fa2tune.compiling import limits, sass
 from fa2tune.compiling.compiler import Binary
 from fa2tune.compiling.registry import variant_named
@@ -22,7 +22,7 @@ from fa2tune.predicting import by_mma_sync, tiles
 from fa2tune.predicting.tiles import Tiling
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, padded_head_dim
-from fa2tune.spec.variant import DESCRIPTOR, Variant, implementation_of
+from fa2tune.spec.variant import DESCRIPTOR, WARP_GROUP, WARP_THREADS, Variant, implementation_of
 
 Array = Any  #: a numpy array of floats
 

@@ -21,6 +21,9 @@ POINTER, DESCRIPTOR, WARP_SPECIALIZED = "pointer", "descriptor", "warp_specializ
 PORTABLE = "portable"  #: of a whole backward: none of its kernels is warp-specialised
 IMPLEMENTATIONS = (POINTER, DESCRIPTOR, WARP_SPECIALIZED)
 IMPLEMENTATION = "IMPLEMENTATION"
+WARP_THREADS = 32
+WARP_GROUP = 4  #: warps that issue one wgmma together, one in each quarter of an SM
+WARPGROUP_THREADS = WARP_GROUP * WARP_THREADS
 #: Config entries that are compile options; every other entry is a parameter of the kernel.
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 

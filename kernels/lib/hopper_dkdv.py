@@ -24,6 +24,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_split import of_keys, of_queries, rows_of_head
+from fa2tune.kernels.lib.warps import WARP
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -140,7 +141,7 @@ def row_words(words, j, tile, alive, seqlen_q, other: gl.constexpr, form):
     """lse or delta of the query block at place j of a head (block_at), [M]; of j = end: at ``first`` of the next head. words:
     of the head. One value a thread, which then goes through shared memory: loaded as the scores want them, 16 a thread and
     block, these words took 7 % of the time."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [form.num_warps], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [WARP], [form.num_warps], [0])
     wraps = j == tile.end
     block = block_of(gl.where(wraps, tile.first, j), tile, form)
     rows = block * form.BLOCK_M + gl.arange(0, form.BLOCK_M, layout=layout)
