@@ -151,7 +151,7 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
         yield from ((*one, problem) for one in runs(kernel, spec, replace(choice, config=other), arch))
     if kernel in group_parts.MAKE_DK_DV:
         yield from group_parts.helpers(problem, arch)
-    if kernel in (beside.DQ, passes.SUMS_DQ):
+    if kernel in (beside.DQ, passes.ACCUMULATES_DQ):
         yield from one_tile_schedule.all_kernels(problem, arch)
     if kernel == beside.DQ:
         yield from split_backward_schedule.all_kernels(problem, choice, arch)

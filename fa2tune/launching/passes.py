@@ -36,7 +36,7 @@ from fa2tune.spec.variant import Workspaces
 
 #: The kernel that sums dQ. Its portable variant adds to float32 zeros and reads delta, all of which is made around it here;
 #: a variant that names kernels of its own for that leaves nothing to do.
-SUMS_DQ = "bwd_fused"
+ACCUMULATES_DQ = "bwd_fused"
 #: Element types of workspaces; any other is the problem's.
 _DTYPES = {"fp32": torch.float32, "i32": torch.int32, "bf16": torch.bfloat16}
 #: Bytes: what the caching allocator gives the start of a tensor, and more than any load or descriptor asks.
@@ -117,7 +117,7 @@ def runs(kernel: str, spec: Specialization, given: Config | Choice, arch: int) -
     choice = choice_of(kernel, given)
     variant, config = choice.variant, choice.config
     before, after = around(variant, spec, config, arch)
-    if kernel == SUMS_DQ and not variant.before:
+    if kernel == ACCUMULATES_DQ and not variant.before:
         delta = variant_named("portable/bwd_delta")
         before = [(delta, delta.space.default(spec, arch))]
     return [*before, (variant, config), *after]
@@ -180,7 +180,7 @@ class Kernels:
         for kernel, given_config in configs.items():
             choice = choice_of(kernel, given_config)
             tuned, config = choice.variant, choice.config
-            if kernel == SUMS_DQ and not tuned.before:
+            if kernel == ACCUMULATES_DQ and not tuned.before:
                 self.casts = given["dq"]
             keys = dq_parts.checked(problem, tuned, parts.get(kernel, 1)) if kernel == beside.DQ else 1
             count = group_parts.checked(problem, kernel, 1 if keys > 1 else parts.get(kernel, 1))

@@ -153,8 +153,8 @@ def gather(
     configs: Sequence[Config], warps: Sequence[int], fit: Sequence[int], loops: Sequence[Sequence[sass.Loop]]
 ) -> Candidates:
     """Candidates from what compilers and disassemblers say of each."""
-    ways = [both_ways(found) for found in loops]
-    merged = [[_merged(loop.phases) for loop in pair] for pair in ways]
+    pairs = [both_ways(found) for found in loops]
+    merged = [[_merged(loop.phases) for loop in pair] for pair in pairs]
     longest = max((len(found) for pair in merged for found in pair), default=0)
     phases = np.zeros((longest, len(PHASE_FIELDS), len(configs), 2))
     phases[:, PHASE_FIELDS.index("pending")] = -1.0
@@ -170,8 +170,8 @@ def gather(
         described=np.array([[implementation_of(config) == DESCRIPTOR] for config in configs]),
         heads_per_wave=np.array([config.get("HEADS_PER_WAVE", 1) for config in configs], dtype=float),
         fit=np.array(fit, dtype=float),
-        mma=np.array([[MMA[loop.mma] for loop in pair] for pair in ways]),
-        counts={name: np.array([[float(getattr(loop, name)) for loop in pair] for pair in ways]) for name in COUNTS},
+        mma=np.array([[MMA[loop.mma] for loop in pair] for pair in pairs]),
+        counts={name: np.array([[float(getattr(loop, name)) for loop in pair] for pair in pairs]) for name in COUNTS},
         phases=phases,
     )
 

@@ -13,6 +13,7 @@ from fa2tune.kernels.lib.hopper import (
     warpgroup_mma_wait,
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at
+from fa2tune.kernels.lib.hopper_dq_accumulation import DONE, add_from_registers, hand_over
 from fa2tune.kernels.lib.hopper_fused import (
     BLOCK_N,
     EMPTY,
@@ -29,7 +30,6 @@ from fa2tune.kernels.lib.hopper_fused import (
     probabilities,
 )
 from fa2tune.kernels.lib.hopper_packed import store_packed
-from fa2tune.kernels.lib.hopper_sums import DONE, add_from_registers, hand_over
 from fa2tune.kernels.lib.hopper_tiles import first_number, laps_behind, laps_of, next_tile, received_number
 
 

@@ -16,6 +16,7 @@ from fa2tune.kernels.lib.hopper import (
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at
 from fa2tune.kernels.lib.hopper_concatenated import consume_concatenated
+from fa2tune.kernels.lib.hopper_dq_accumulation import DONE, add, hand_over, make_tiles_done, reduce_dq
 from fa2tune.kernels.lib.hopper_fused import (
     ALL_GROUPS,
     BLOCK_N,
@@ -59,7 +60,6 @@ from fa2tune.kernels.lib.hopper_parts import (
     tiles_in,
     zeros_for,
 )
-from fa2tune.kernels.lib.hopper_sums import DONE, add, hand_over, make_tiles_done, reduce_dq
 from fa2tune.kernels.lib.hopper_tiles import (
     first_number,
     laps_behind,
