@@ -287,7 +287,7 @@ def race(cell: Cell, rounds: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in methods}
     order, dice = list(methods), random.Random(0)
 
-    def repeated(method: timing.Call) -> None:
+    def repeated(method: timing.Timed) -> None:
         for _ in range(calls):
             method()
 

@@ -329,8 +329,8 @@ def save(path: Path, outcome: CompiledBinaries) -> Saved:
     """Add the binaries to a file. Writers take turns.
 
     BinariesError: there is a file that is damaged as a whole or not trusted, so its content is not passed on."""
-    today = sources()
-    made_here = {hash_ for hashes in today.values() for hash_ in hashes.values()}
+    current = sources()
+    made_here = {hash_ for hashes in current.values() for hash_ in hashes.values()}
     kept: dict[str, New] = {}
     known: dict[str, dict[str, str]] = {}
     dropped = 0
@@ -353,6 +353,6 @@ def save(path: Path, outcome: CompiledBinaries) -> Saved:
                 kept[key] = New(entry.code, entry.about, entry.launch, file.cubin(entry))
             still = {new.about["source"] for new in kept.values()}
             known = {digest: hashes for digest, hashes in file.sources.items() if still & set(hashes.values())}
-        content = binaries.file_bytes({**kept, **outcome.entries}, {**known, **today})
+        content = binaries.file_bytes({**kept, **outcome.entries}, {**known, **current})
         digest = binaries.save(path, content)
     return Saved(len(kept) + len(outcome.entries), len(kept), dropped, len(content), digest)

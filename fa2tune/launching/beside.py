@@ -26,7 +26,7 @@ import torch
 from fa2tune.launching import cuda, launch
 from fa2tune.launching.cuda import Chain, CudaError, Launch, Packed, ensure_context, relaxed_mode
 from fa2tune.launching.group_parts import Bound
-from fa2tune.launching.launch import InterpretedChain, Place
+from fa2tune.launching.launch import InterpretedChain, TensorPlace
 from fa2tune.logs import warn_once
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, Workspaces
@@ -182,7 +182,7 @@ class ForkedChain(Chain):
 
 
 #: A launch, and where it finds its tensors.
-Bundle = tuple[Any, Sequence[Place]]
+Bundle = tuple[Any, Sequence[TensorPlace]]
 
 
 def chain(order: str, made: Mapping[str, Sequence[Bundle]], device_index: int) -> Chain | InterpretedChain:

@@ -18,7 +18,7 @@ from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import beside, dq_parts, group_parts
 from fa2tune.launching.launch import (
     TORCH_DTYPES,
-    Place,
+    TensorPlace,
     Workspace,
     addressing,
     arch_of,
@@ -193,7 +193,7 @@ class Kernels:
             own, size = placed(asked, some.dtype, size)
             early = device_index >= 0 and starts_early(tuned, config)
             workspaces = common | own
-            places: dict[str, Place] = {**workspaces, **given}
+            places: dict[str, TensorPlace] = {**workspaces, **given}
             scalars = {**tuned.scalars(posed, config, early), "heads_kv": problem.heads_kv, "parts": count}
             bounds = whole = [(kernel, one) for one in group_parts.launches(problem, count, kernels, strides, arch)]
             if keys > 1:

@@ -121,7 +121,7 @@ COUNTS = (
 )  # fmt: skip
 
 
-def both_ways(loops: Sequence[sass.Loop]) -> tuple[sass.Loop, sass.Loop]:
+def plain_and_masked(loops: Sequence[sass.Loop]) -> tuple[sass.Loop, sass.Loop]:
     """The unmasked and the masked loop: the mask is compares."""
     by_compares = sorted(loops, key=lambda loop: loop.compares)
     return by_compares[0], by_compares[-1]
@@ -153,7 +153,7 @@ def gather(
     configs: Sequence[Config], warps: Sequence[int], fit: Sequence[int], loops: Sequence[Sequence[sass.Loop]]
 ) -> Candidates:
     """Candidates from what compilers and disassemblers say of each."""
-    pairs = [both_ways(found) for found in loops]
+    pairs = [plain_and_masked(found) for found in loops]
     merged = [[_merged(loop.phases) for loop in pair] for pair in pairs]
     longest = max((len(found) for pair in merged for found in pair), default=0)
     phases = np.zeros((longest, len(PHASE_FIELDS), len(configs), 2))

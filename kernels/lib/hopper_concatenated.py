@@ -141,7 +141,7 @@ def consume_concatenated(words, dk, dv, smem, barriers, channel, tiles_done, cal
                         seqlen_k, call, form, part == 0,
                     )  # fmt: skip
             mbarrier.arrive(barriers.k_empty.index(k_stage), count=1, pred=total > 0)
-            if form.TELLS:
+            if form.SIGNALS:
                 mbarrier.arrive(tiles_done.index(lap % DONE), count=1)
             stage = smem.out.index(0)
             if form.REDUCE == "tma" or form.RAGGED:  # what stages dQ is large enough

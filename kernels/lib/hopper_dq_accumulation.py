@@ -27,9 +27,9 @@ DONE = gl.constexpr(4)
 
 
 @gluon.jit
-def make_tiles_done(PARTS: gl.constexpr, TELLS: gl.constexpr):
-    """How PARTS partitions say that they have added all of a tile's dQ: DONE mbarriers in turn; () without TELLS."""
-    if TELLS:
+def make_tiles_done(PARTS: gl.constexpr, SIGNALS: gl.constexpr):
+    """How PARTS partitions say that they have added all of a tile's dQ: DONE mbarriers in turn; () without SIGNALS."""
+    if SIGNALS:
         done = gl.allocate_shared_memory(gl.int64, [DONE, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(DONE):
             mbarrier.init(done.index(i), count=PARTS)

@@ -69,7 +69,7 @@ class Form(NamedTuple):
     CONCATENATED: gl.constexpr
     ADDS: gl.constexpr  #: dQ is added by a warp of its own
     COUNTS: gl.constexpr  #: tiles are counted, for sm90/bwd_finish
-    TELLS: gl.constexpr  #: consumers say when they have added all of a tile's dQ
+    SIGNALS: gl.constexpr  #: consumers say when they have added all of a tile's dQ
     RAGGED: gl.constexpr
     IN_ORDER: gl.constexpr  #: key tiles add to a block's dQ in turns
     QUERY_BLOCKS: gl.constexpr

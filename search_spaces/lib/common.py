@@ -96,7 +96,7 @@ def tiles_fit(bytes_needed: Callable[[Config, int, int, int], int]) -> Constrain
     )
 
 
-def tiles_beside(kept: str, passing: str) -> Constraint:
+def loop_tiles_fit(kept: str, passing: str) -> Constraint:
     """``tiles_fit`` of a backward: ``kept`` names the block whose two tiles stay, ``passing`` that of the loop's."""
     return tiles_fit(
         lambda c, d, dv, size: size * (c[kept] * (d + dv) + c[passing] * (d + dv) * max(1, c["num_stages"] - 1))
@@ -160,7 +160,7 @@ def keys_space(name: str, default: Default) -> SearchSpace:
         stages=(1, 2, 3),
         own=(
             accumulators_fit("dk_dv_s_dp", lambda c, d, dv: c["BLOCK_N"] * (d + dv + 2 * c["BLOCK_M"]), 288),
-            tiles_beside("BLOCK_N", "BLOCK_M"),
+            loop_tiles_fit("BLOCK_N", "BLOCK_M"),
         ),
         default=default,
     )
