@@ -54,7 +54,7 @@ from fa2tune.calling.schedules import (
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
-from fa2tune.launching import beside, group_parts, passes, stored_ds
+from fa2tune.launching import group_parts, overlapped, passes, stored_ds
 from fa2tune.search_spaces.sm90 import bwd_dkdv_ds, bwd_fused
 from fa2tune.spec.mask import row_mask_named
 from fa2tune.spec.problem import STRATEGIES, Config, Problem
@@ -167,7 +167,7 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
         found["row"] = now, ""
         if split_backward_schedule.covers(problem, {name: choice for name, (choice, _) in now.items()}):
             few = split_backward_schedule.at_once(problem, now["bwd_dq"][0], gpu)
-            orders = beside.ORDERS if few else (beside.DQ_FIRST, beside.DKDV_FIRST)
+            orders = overlapped.ORDERS if few else (overlapped.DQ_FIRST, overlapped.DKDV_FIRST)
             found |= {f"at a time, {one}": (now, one) for one in orders}
     choice, parts = now[kernel]
     at = counts.index(parts)
@@ -304,7 +304,7 @@ def _split_of_few(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), True, in_order=False)
     found: dict[str, Ordered] = {"split": ({kernel: (one, 1) for kernel, one in choices.items()}, "")}
     if all(WARP_SPECIALIZED in one.variant.implementations for one in choices.values()):
-        found["split, at a time"] = {kernel: (_late(one), 1) for kernel, one in choices.items()}, beside.DQ_AT_ONCE
+        found["split, at a time"] = {kernel: (_late(one), 1) for kernel, one in choices.items()}, overlapped.DQ_AT_ONCE
     return found
 
 

@@ -36,7 +36,7 @@ from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.choice import Choice, choice_of
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.gpus import Gpu
-from fa2tune.launching import beside, group_parts, key_splits, launch, passes, precompiled
+from fa2tune.launching import group_parts, key_splits, launch, overlapped, passes, precompiled
 from fa2tune.launching.passes import runs
 from fa2tune.rows.lookup import SIXTEEN_BIT, Toolchain
 from fa2tune.rows.reader import Layer
@@ -151,11 +151,11 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
         yield from ((*one, problem) for one in runs(kernel, spec, replace(choice, config=other), arch))
     if kernel in group_parts.MAKE_DK_DV:
         yield from group_parts.helpers(problem, arch)
-    if kernel in (beside.DQ, passes.ACCUMULATES_DQ):
+    if kernel in (overlapped.DQ, passes.ACCUMULATES_DQ):
         yield from one_tile_schedule.all_kernels(problem, arch)
-    if kernel == beside.DQ:
+    if kernel == overlapped.DQ:
         yield from split_backward_schedule.all_kernels(problem, choice, arch)
-    if kernel == beside.DKDV:
+    if kernel == overlapped.DKDV:
         yield from stored_ds_schedule.all_kernels(problem, choice, arch)
     if kernel == "fwd" and arch in key_splits_schedule.MEASURED_ON and not problem.extent.ragged:
         yield from key_splits.all_kernels(problem, arch)

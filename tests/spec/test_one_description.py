@@ -22,7 +22,6 @@ ALLOWED = {
     ("calling/dispatch.py", "forward_key"), ("calling/serving.py", "explain"), ("calling/serving.py", "is_supported"),
     ("spec/mask.py", "mask_of"),
     ("cli/_options.py", "checked"),
-    ("lib/hopper_forward.py", "words_suit"),
 }  # fmt: skip
 
 

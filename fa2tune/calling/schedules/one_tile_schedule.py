@@ -16,7 +16,7 @@ from fa2tune.calling.schedules.key_splits_schedule import MEASURED_ON
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import one_key_tile
-from fa2tune.launching.beside import DKDV, DQ
+from fa2tune.launching.overlapped import DKDV, DQ
 from fa2tune.launching.passes import ACCUMULATES_DQ
 from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.search_spaces.sm90 import bwd_one_tile
