@@ -56,7 +56,7 @@ from fa2tune.calling.schedules import (
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
-from fa2tune.launching import beside, group_parts, passes, stored_ds
+from fa2tune.launching import group_parts, overlapped, passes, stored_ds
 from fa2tune.search_spaces.sm90 import bwd_dkdv_ds, bwd_fused
 from fa2tune.spec.mask import row_mask_named
 from fa2tune.spec.problem import STRATEGIES, Config, Problem
@@ -168,7 +168,7 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
         found["row"] = now, ""
         if split_backward_schedule.covers(problem, {name: choice for name, (choice, _) in now.items()}):
             few = split_backward_schedule.at_once(problem, now["bwd_dq"][0], gpu)
-            orders = beside.ORDERS if few else (beside.DQ_FIRST, beside.DKDV_FIRST)
+            orders = overlapped.ORDERS if few else (overlapped.DQ_FIRST, overlapped.DKDV_FIRST)
             found |= {f"at a time, {one}": (now, one) for one in orders}
     choice, parts = now[kernel]
     at = counts.index(parts)
@@ -303,7 +303,7 @@ def few_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     if one is not None:
         found["a tile a program"] = one
     if few_split_schedule.covers(problem, fused) and few_split_schedule.at_once(problem, split, gpu):
-        found["split, at a time"] = {name: (_late(choice), 1) for name, choice in split.items()}, beside.DQ_AT_ONCE
+        found["split, at a time"] = {name: (_late(choice), 1) for name, choice in split.items()}, overlapped.DQ_AT_ONCE
     return found
 
 
@@ -331,7 +331,7 @@ def estimate(problem: Problem, one: Ordered, gpu: Gpu) -> str:
     if FUSED_KERNEL in candidate and choices[FUSED_KERNEL].variant.space is bwd_fused.SPACE:
         choice, parts = candidate[FUSED_KERNEL]
         return f" {fused_schedule.predicted_us(problem, choice.config, gpu, parts):.1f}"
-    narrow = order == beside.DQ_AT_ONCE and max(problem.head_dim, problem.head_dim_v) <= 128
+    narrow = order == overlapped.DQ_AT_ONCE and max(problem.head_dim, problem.head_dim_v) <= 128
     return f" {few_split_schedule.predicted_us(problem, choices):.1f}" if narrow else ""
 
 

@@ -30,6 +30,7 @@ from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
 from fa2tune.compiling import compiler, limits, registry
 from fa2tune.launching import passes
+from fa2tune.measuring.timing import in_a_row
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant
@@ -192,13 +193,7 @@ def timed(problem: Problem, pass_: str, candidates: Mapping[str, Configs]) -> di
         for name in names:
             graph = graphs[name][0]
             graph.replay()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(CALLS_A_BURST):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(round(begin.elapsed_time(end) * 1e3 / CALLS_A_BURST / calls, 2))
+            times[name].append(round(in_a_row(graph.replay, CALLS_A_BURST) / calls, 2))
     return times
 
 

@@ -34,6 +34,7 @@ import torch
 from fa2tune.calling import choosing, dispatch
 from fa2tune.compiling import compiler, registry
 from fa2tune.launching import passes
+from fa2tune.measuring.timing import in_a_row
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Specialization
 
@@ -238,24 +239,13 @@ def graphed(call: Any, count: int, stream: torch.cuda.Stream) -> torch.cuda.CUDA
     return graph
 
 
-def span(call: Any, count: int) -> float:
-    """ms a call."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / count
-
-
 def race(calls: list[Any], stream: torch.cuda.Stream, burst_ms: float) -> list[float]:
     """Median microseconds a call of each, interleaved."""
     replays = []
     for call in calls:
         call()
         torch.cuda.synchronize()
-        once = span(call, 3)
+        once = in_a_row(call, 3) / 1e3  # ms
         inner = max(1, min(16, int(0.3 / once)))
         graph = graphed(call, inner, stream)
         replays.append((graph.replay, inner, max(1, int(burst_ms / (once * inner)))))
@@ -264,7 +254,7 @@ def race(calls: list[Any], stream: torch.cuda.Stream, burst_ms: float) -> list[f
         for index in random.sample(range(len(calls)), len(calls)):
             replay, inner, outer = replays[index]
             replay()
-            samples[index].append(1e3 * span(replay, outer) / inner)
+            samples[index].append(in_a_row(replay, outer) / inner)
     return [sorted(one)[3] for one in samples]
 
 

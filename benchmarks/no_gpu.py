@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fa2tune import gpus
 from fa2tune.calling import dispatch, ops
 from fa2tune.fleet.precompile import BinaryJob
-from fa2tune.launching import beside, cuda, launch, passes, ported
+from fa2tune.launching import cuda, launch, overlapped, passes, ported
 from fa2tune.measuring import verify
 
 GPU = gpus.named("h200")
@@ -153,7 +153,7 @@ def _patched() -> list[tuple[Any, str, Any]]:
         (torch, "equal", lambda *_: True), (torch, "allclose", lambda *_, **__: True),
         (torch.testing, "assert_close", lambda *_, **__: None),
         (verify, "compare_tensor", _passed), (verify, "compare", lambda got, *_: {name: _passed() for name in got}),
-        (bias, "CausalBias", _bias), (beside, "SIDES", {}),  # streams beside others are not kept for a GPU
+        (bias, "CausalBias", _bias), (overlapped, "SIDES", {}),  # streams beside others are not kept for a GPU
         (cuda, "library", lambda: driver), (launch, "sm_count", lambda _: GPU.sm_count),
         (launch, "capability_of", lambda _: GPU.arch), (passes, "ALLOCATE", None),
         (ops, "interpreted", lambda: True), (ops, "_modes", int), (ops, "_PLAIN_TYPES", Everything()),

@@ -112,6 +112,7 @@ def race(key: TuningKey, contenders: Sequence[Config], rounds: int, best_ratio: 
     from triton.runtime.errors import OutOfResources
 
     from fa2tune.launching import launch
+    from fa2tune.measuring import timing
 
     stage, flush = _stage(key)
     own = {name: stage[name] for name in TENSORS[key.kernel]}
@@ -143,19 +144,11 @@ def race(key: TuningKey, contenders: Sequence[Config], rounds: int, best_ratio: 
     alive = list(runners)
     for done in range(rounds):
         turn = done % len(alive)
-        events = {}
-        for _ in range(16):  # a millisecond of work, so that the queue never runs dry while the host fills it
-            flush.zero_()
-        for index in alive[turn:] + alive[:turn]:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush.zero_()
-            start.record()
-            runners[index]()
-            end.record()
-            events[index] = start, end
-        torch.cuda.synchronize()
-        for index, (start, end) in events.items():
-            times[index].append(round(start.elapsed_time(end) * 1e3, 2))
+        order = alive[turn:] + alive[:turn]
+        # lead: a millisecond of work, so that the queue never runs dry while the host fills it
+        events = timing.submit([runners[index] for index in order], flush.zero_, lead=16)
+        for index, us in zip(order, timing.finish(events), strict=True):
+            times[index].append(round(us, 2))
         if done + 1 == SLOW_ROUNDS:
             ratios = {index: min(times[index]) / min(times[0]) for index in alive}
             limit = SLOW * min(best_ratio, *ratios.values())

@@ -34,7 +34,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import cuda, launch, passes
 from fa2tune.launching.image import Image
-from fa2tune.measuring import verify
+from fa2tune.measuring import timing, verify
 from fa2tune.rows import reader
 from fa2tune.rows.describe import describe
 from fa2tune.spec.mask import Mask, row_mask_named
@@ -281,27 +281,23 @@ def wrong(pass_: str, dim: int, mask: str, config: tuple[tuple[str, Any], ...]) 
 
 def race(cell: Cell, rounds: int) -> dict[str, Any]:
     """Times in turns. Milliseconds: of each method's calls in a row, as many as take about a millisecond."""
-    import torch
-
     methods, off = _methods(cell)
     flops = (4.0 if cell.pass_ == "fwd" else 10.0) * cell.length * WORKLOAD_TOKENS * WORKLOAD_HIDDEN
     flops *= 0.5 if cell.mask.name == "causal" else 1.0
     calls = max(1, round(1e-3 / (flops / 3e14)))
     times: dict[str, list[float]] = {name: [] for name in methods}
     order, dice = list(methods), random.Random(0)
+
+    def repeated(method: timing.Timed) -> None:
+        for _ in range(calls):
+            method()
+
     for number in range(rounds + 1):
         dice.shuffle(order)
-        marks = []
-        for name in order:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            for _ in range(calls):
-                methods[name]()
-            end.record()
-            marks.append((name, start, end))
-        torch.cuda.synchronize()
-        for name, start, end in marks if number else ():  # the first warms up
-            times[name].append(start.elapsed_time(end) / calls)
+        bursts = [partial(repeated, methods[name]) for name in order]
+        found = timing.finish(timing.submit(bursts, lambda: None, lead=0))
+        for name, us in zip(order, found, strict=True) if number else ():  # the first warms up
+            times[name].append(us / 1e3 / calls)
     peer = times[PEER]
     return {
         "pass": cell.pass_, "head_dim": cell.head_dim, "mask": cell.mask.name, "length": cell.length,

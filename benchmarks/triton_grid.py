@@ -48,8 +48,9 @@ class Cell:
         import torch
 
         import fa2tune
+        from fa2tune.measuring import timing
 
-        self.torch, self.attention = torch, fa2tune.attention
+        self.torch, self.attention, self.timing = torch, fa2tune.attention, timing
         self.shape = (TOKENS // length, HIDDEN // dim, length, dim)
         self.causal, self.backward = mask == "causal", direction == "backward"
         self.launches, self.seconds = 0, GRAPH_SECONDS
@@ -76,13 +77,7 @@ class Cell:
             call()
             stream.synchronize()
             if not self.launches:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record(stream)
-                for _ in range(3):
-                    call()
-                end.record(stream)
-                end.synchronize()
-                once = start.elapsed_time(end) / 3e3
+                once = self.timing.in_a_row(call, 3) / 1e6  # on this stream
                 self.launches = max(1, round(GRAPH_SECONDS / once))
                 self.seconds = once * self.launches
             self.graph = torch.cuda.CUDAGraph()
@@ -94,15 +89,9 @@ class Cell:
 
     def timed(self) -> float:
         """Microseconds a call, of the second of two replays."""
-        torch = self.torch
         time.sleep(PAUSE * self.seconds)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.graph.replay()
-        start.record()
-        self.graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return float(1e3 * start.elapsed_time(end) / self.launches)
+        return self.timing.in_a_row(self.graph.replay, 1) / self.launches
 
 
 def child() -> None:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 # The same on every GPU that the kernels run on.
-WARP_THREADS = 32
-WARP_GROUP = 4  #: warps that issue one wgmma together, one in each quarter of an SM
 #: Quarters of an SM, each with a scheduler that issues one instruction a clock, a tensor core and a quarter of the registers; a
 #: warp runs on one of them.
 SCHEDULERS = 4

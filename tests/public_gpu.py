@@ -23,7 +23,7 @@ from triton import language as tl
 from fa2tune import gpus
 from fa2tune.calling import dispatch, ops
 from fa2tune.compiling import compiler
-from fa2tune.launching import beside, cuda, launch, passes
+from fa2tune.launching import cuda, launch, overlapped, passes
 from fa2tune.launching.image import MapFormat
 from fa2tune.spec.problem import ITEMSIZE
 
@@ -120,12 +120,12 @@ class PublicGpu:
             (launch, "arch_of", lambda index: gpu.arch), (passes, "arch_of", lambda index: gpu.arch),
             (launch, "sm_count", lambda index: programs), (launch, "load", self._load), (ops, "interpreted", lambda: True),
             (dispatch, "gpu_of", lambda index: gpu), (torch.Tensor, "get_device", lambda tensor: 0),
-            (cuda.Chain, "MEMO", {}), (cuda.Chain, "SEEN", set()), (beside, "SIDES", {}),
+            (cuda.Chain, "MEMO", {}), (cuda.Chain, "SEEN", set()), (overlapped, "SIDES", {}),
         ):  # fmt: skip
             patch.setattr(of, name, value)
         patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-        for chain in (cuda.Chain, beside.ForkedChain):
+        for chain in (cuda.Chain, overlapped.ForkedChain):
             patch.setattr(chain, "__call__", self._called(chain.__call__))
 
     def _called(self, chain: Callable[[Any, Sequence[torch.Tensor]], None]) -> Callable[..., None]:

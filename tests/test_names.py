@@ -1,8 +1,9 @@
-"""A name that travels between the files of fa2tune/ means one thing."""
+"""A name that travels between the files of fa2tune/ means one thing; words are the field's, in kernels/, too."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,23 +88,64 @@ def test_a_fact_stands_once() -> None:
     assert twice == {}
 
 
+def test_threads_of_a_warp_and_of_a_warpgroup_are_no_numbers_in_kernels() -> None:
+    """WARP_THREADS and WARPGROUP_THREADS of spec/variant.py, and kernels/lib/warps.py."""
+    literal = re.compile(
+        r"BlockedLayout\([^)]*\[(1, )?32\b|arange\(0, 32\b|\b32 \* (WARPS|8)\b|constexpr\((32|128)\b|\+ 32\)"
+    )
+    found = {
+        f"{path.relative_to(ROOT.parent)}: {line.strip()}"
+        for path in (ROOT.parent / "kernels").rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if literal.search(line)
+    }
+    assert found == {
+        "kernels/lib/extent.py: STEP = tl.constexpr(128)",
+        "kernels/lib/hopper_forward.py: L2_BYTES = gl.constexpr(32 * 2**20)",
+    }
+
+
 def module_of(file: str) -> str:
     return "fa2tune." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
 #: Words of this project only; the field's terms are ``PRIVATE`` of test_prose.py. Names that files and databases keep are text.
 PRIVATE = {
-    "astray", "crown", "crowned", "fate", "hands", "heard", "hopeless", "judge", "judged", "ledger", "lot", "lots", "nobody",
-    "regret", "road", "roads", "rung", "rungs", "shelf", "told", "who", "whom", "witness",
+    "astray", "beside", "books", "crown", "crowned", "fate", "hands", "heard", "hopeless", "joined", "judge",
+    "judged", "ledger", "lot", "lots", "nobody", "regret", "road", "roads", "rung", "rungs", "shelf", "shelves",
+    "tells", "today", "told", "ways", "who", "whom", "witness",
 }  # fmt: skip
+#: What reads the configs' BESIDE and FINISH_BESIDE, and a kernel of that name: rows keep both keys, and binaries the name.
+KEPT = {"beside": {
+    "calling/schedules/fused_schedule.py", "kernels/lib/hopper_fused.py", "kernels/sm90/bwd_beside.py",
+    "kernels/sm90/bwd_finish.py", "kernels/sm90/bwd_fused.py",
+}}  # fmt: skip
+DEVICE_TREES = {
+    path.relative_to(ROOT.parent).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+    for folder in ("kernels", "search_spaces")
+    for path in sorted((ROOT.parent / folder).rglob("*.py"))
+}
+
+
+def test_a_type_of_the_host_is_called_as_none_of_a_kernel() -> None:
+    """Kernels share names of types among each other: each has a Form, what is compiled into it."""
+    of_kernels = {
+        name
+        for file, tree in DEVICE_TREES.items()
+        if file.startswith("kernels/")
+        for name, _ in defined(tree)
+        if name.isidentifier() and name != name.upper() and name[0].isupper()
+    }
+    assert {name: [*FILES[name]] for name in of_kernels if name in FILES} == {}
 
 
 def test_names_in_the_code_are_the_fields_terms() -> None:
     found = defaultdict[str, set[str]](set)
-    for file, tree in TREES.items():
+    for file, tree in {**TREES, **DEVICE_TREES}.items():
+        private = {word for word in PRIVATE if file not in KEPT.get(word, ())}
         for node in ast.walk(tree):
             names = (getattr(node, field, None) for field in ("id", "name", "attr", "arg", "asname"))
             for name in (name for name in names if isinstance(name, str)):
-                if {*name.lower().split("_")} & PRIVATE:
+                if {*name.lower().split("_")} & private:
                     found[name].add(file)
     assert found == {}

@@ -25,8 +25,8 @@ def check_mask(causal: Any, window: Any, mask: Any) -> None:
     if mask is None:
         return
     if isinstance(causal, torch.SymBool) or causal or window is not None:
-        other, beside = ("causal", "causal=True") if window is None else ("window", f"window={window!r:.40}")
-        raise ValueError(f"mask: got {mask!r:.80} and {beside}, {why('mask', other)}")
+        other, given = ("causal", "causal=True") if window is None else ("window", f"window={window!r:.40}")
+        raise ValueError(f"mask: got {mask!r:.80} and {given}, {why('mask', other)}")
     if not _compiling():
         masks.checked(mask)
 

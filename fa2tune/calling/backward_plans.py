@@ -16,8 +16,8 @@ from fa2tune.calling.schedules import (
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import one_key_tile, stored_ds
-from fa2tune.launching.beside import DQ
 from fa2tune.launching.one_key_tile import OneTilePlan
+from fa2tune.launching.overlapped import DQ
 from fa2tune.launching.passes import BackwardPlan
 from fa2tune.launching.stored_ds import StoredDsPlan
 from fa2tune.launching.whole_backward import WholePlan
@@ -41,7 +41,7 @@ class Division(NamedTuple):
     groups: dict[str, int]  #: parts of query groups, by kernel, where they are split
     keys: int  #: parts that keys of dQ are to be split into; 1: they are not
     refused: str  #: why the kernels for that could not be had before in this process; "": they were not refused
-    #: Of ``beside.ORDERS``, in which both kernels of a split backward run at a time; "": one after the other.
+    #: Of ``overlapped.ORDERS``, in which both kernels of a split backward run at a time; "": one after the other.
     order: str
 
     @property

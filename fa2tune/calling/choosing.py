@@ -28,7 +28,7 @@ from fa2tune.compiling.choice import Choice, choice_of
 from fa2tune.compiling.compiler import uses_descriptors
 from fa2tune.compiling.registry import Misfit, fitting
 from fa2tune.gpus import Gpu
-from fa2tune.launching import beside
+from fa2tune.launching import overlapped
 from fa2tune.logs import warn_once
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import PREDICTED, Row, backward_implementation
@@ -358,7 +358,7 @@ def choose_few_split(chooser: Chooser, fused: Mapping[str, Choice]) -> dict[str,
     split = {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[SPLIT]}
     if not few_split_schedule.pays(chooser.problem, fused, split, chooser.gpu):
         return None
-    return {**split, beside.DQ: replace(split[beside.DQ], order=beside.DQ_AT_ONCE)}
+    return {**split, overlapped.DQ: replace(split[overlapped.DQ], order=overlapped.DQ_AT_ONCE)}
 
 
 def choose_backward(

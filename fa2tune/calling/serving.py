@@ -26,7 +26,7 @@ from fa2tune.calling.schedules import (
 from fa2tune.compiling import compiler, fingerprint
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
-from fa2tune.launching import beside, dq_parts, group_parts, key_splits, one_key_tile, passes, precompiled
+from fa2tune.launching import dq_parts, group_parts, key_splits, one_key_tile, overlapped, passes, precompiled
 from fa2tune.rows import lookup, reader
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of
@@ -88,7 +88,7 @@ def _served_backward(chooser: Chooser, deterministic: bool, first: bool = True) 
         if in_parts.lacking and not divided.refused:
             order = split_backward_schedule.order_of(problem, choices, divided.groups, chooser.gpu)
         why = divided.refused or in_parts.lacking
-        found = [_with_keys_split(one, in_parts, why, order) if one.kernel == beside.DQ else one for one in found]
+        found = [_with_keys_split(one, in_parts, why, order) if one.kernel == overlapped.DQ else one for one in found]
     return [replace(whole, order=order), *found]
 
 

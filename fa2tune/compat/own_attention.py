@@ -31,7 +31,7 @@ DENIED = (
     "videoprism_text_model",
 )
 #: Types of models whose masks look both ways and whose layers say that they are causal.
-BOTH_WAYS = ("phi4_multimodal_vision", "lightglue")
+BIDIRECTIONAL = ("phi4_multimodal_vision", "lightglue")
 
 
 @torch.compiler.assume_constant_result
@@ -70,9 +70,10 @@ def refuse(name: str, config: Any) -> None:
 
 
 def is_causal(module: torch.nn.Module) -> bool:
-    """What a layer says of itself, but for those of ``BOTH_WAYS``. A layer of Transformers that says nothing looks both ways
-    (Splinter, LayoutLM, the text models of ALIGN and CLAP); another one is causal, as it is to Transformers' own attention."""
-    if getattr(getattr(module, "config", None), "model_type", None) in BOTH_WAYS:
+    """What a layer says of itself, but for those of ``BIDIRECTIONAL``. A layer of Transformers that says nothing looks both
+    ways (Splinter, LayoutLM, the text models of ALIGN and CLAP); another one is causal, as it is to Transformers' own
+    attention."""
+    if getattr(getattr(module, "config", None), "model_type", None) in BIDIRECTIONAL:
         return False
     if hasattr(module, "is_causal"):
         return module.is_causal  # type: ignore[return-value]

@@ -320,11 +320,11 @@ def places() -> Iterable[FilePlace]:
 def shipped_files() -> list[FilePlace]:
     """The files that came with fa2tune."""
     folders = dict.fromkeys(path.parent for path in reader.shipped_paths())
-    return [FilePlace("shipped", path) for path in _beside(tuple(folders))]
+    return [FilePlace("shipped", path) for path in _shipped_files(tuple(folders))]
 
 
 @cache
-def _beside(folders: tuple[Path, ...]) -> tuple[Path, ...]:
+def _shipped_files(folders: tuple[Path, ...]) -> tuple[Path, ...]:
     """The files of binaries in the folders of the shipped rows, listed once until ``forget``."""
     return tuple(path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}")))
 
@@ -349,7 +349,7 @@ def _trusted(*where: Any) -> Trusted:
 
 
 def forget() -> None:
-    _beside.cache_clear()
+    _shipped_files.cache_clear()
     _trusted.cache_clear()
     _read.cache_clear()
 

@@ -25,10 +25,20 @@ from fa2tune.compiling.debuginfo import no_line_numbers
 from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.compiling.registry import variant_named
 from fa2tune.spec.extent import DENSE, OFFSETS, PACKED, PACKED_ROWS_OF, RAGGED
-from fa2tune.spec.maskfile import mask_named
+from fa2tune.spec.maskfile import hooks_of, mask_named
 from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
 from fa2tune.spec.scorefile import score_named
-from fa2tune.spec.variant import HOOKS, OPTIONS, POINTER, SCORE, SCORE_HOOKS, WINDOW, Variant, implementation_of
+from fa2tune.spec.variant import (
+    HOOKS,
+    OPTIONAL_HOOKS,
+    OPTIONS,
+    POINTER,
+    SCORE,
+    SCORE_HOOKS,
+    WINDOW,
+    Variant,
+    implementation_of,
+)
 
 log = logging.getLogger("fa2tune")
 
@@ -70,7 +80,7 @@ def _hook(folder: str, value: Any) -> Any:
 
 def with_hooks(values: Mapping[str, Any]) -> dict[str, Any]:
     """Constexprs with device functions in place of their names."""
-    folders = dict.fromkeys(HOOKS, "masks") | dict.fromkeys(SCORE_HOOKS, "scores")
+    folders = dict.fromkeys(HOOKS | OPTIONAL_HOOKS, "masks") | dict.fromkeys(SCORE_HOOKS, "scores")
     return {name: _hook(folders[name], value) if name in folders else value for name, value in values.items()}
 
 
@@ -119,6 +129,10 @@ def _known(variant: Variant, spec: Specialization, config: Config) -> dict[str, 
     mask, config = mask_named(spec.mask), variant.space.completed(config)
     return {
         **{parameter: f"{mask.name}:{function}" for parameter, function in HOOKS.items()},
+        **{
+            parameter: f"{mask.name}:{function}" if function in hooks_of(mask.name) else None
+            for parameter, function in OPTIONAL_HOOKS.items()
+        },
         **mask.bounded,
         "RAGGED": spec.extent == RAGGED,
         **{parameter: f"{spec.score}:{function}" for parameter, function in SCORE_HOOKS.items()},
@@ -127,7 +141,6 @@ def _known(variant: Variant, spec: Specialization, config: Config) -> dict[str, 
         "HEAD_DIM_V": spec.head_dim_v,
         "BLOCK_D": padded_head_dim(spec.head_dim),
         "BLOCK_DV": padded_head_dim(spec.head_dim_v),
-        "IS_CAUSAL": spec.mask == "causal",
         "PRECISION": spec.precision,
         **config,
         **variant.constants(spec, config),

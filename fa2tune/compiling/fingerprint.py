@@ -18,7 +18,7 @@ from fa2tune.spec.maskfile import ROW_MASKS, hooks_of
 from fa2tune.spec.problem import BACKWARD, FUSED, KERNELS, STRATEGIES
 from fa2tune.spec.score import NONE
 from fa2tune.spec.standins import is_module
-from fa2tune.spec.variant import HOOKS, SCORE_HOOKS, WARP_SPECIALIZED, Variant
+from fa2tune.spec.variant import HOOKS, OPTIONAL_HOOKS, SCORE_HOOKS, WARP_SPECIALIZED, Variant
 
 #: Files below fa2tune/ that decide what is hashed, and how.
 SOURCES = (
@@ -60,7 +60,8 @@ def _hashed(variant: Variant, mask: str, score: str = NONE.name) -> str:
     roots, points = [], ""
     for one in (variant, *map(variant_named, (*variant.before, *variant.after))):
         roots += [(one.kernel.fn.__module__, one.kernel.fn.__name__), (one.module, "VARIANT")]
-        called = [HOOKS[name] for name in sorted(one.constexpr_names & set(HOOKS))]
+        of_masks = HOOKS | OPTIONAL_HOOKS
+        called = [of_masks[name] for name in sorted(one.constexpr_names & set(of_masks))]
         hooks = [name for name in called if name in hooks_of(mask)]  # without one of them the kernel is not run
         roots += [(f"fa2tune.kernels.masks.{mask}", name) for name in (hooks and [*hooks, "MASK"])]
         terms = [SCORE_HOOKS[name] for name in sorted(one.constexpr_names & set(SCORE_HOOKS))]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa2tune.catalogue import SCHEDULERS, WARP_THREADS
+from fa2tune.catalogue import SCHEDULERS
 from fa2tune.compiling.compiler import Binary, interpreted, is_gluon
 from fa2tune.compiling.registry import refused_extent, refused_mask, refused_score
 from fa2tune.gpus import KIB, Gpu
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, KERNELS, Config, Problem, Specialization, padded_head_dim
-from fa2tune.spec.variant import Variant
+from fa2tune.spec.variant import WARP_THREADS, Variant
 
 MAX_BLOCK_THREADS = 1024  #: threads a block may have, on every compute capability
 MIN_MMA_SIDE = 16  #: elements: the smallest side of a tl.dot operand

@@ -29,14 +29,14 @@ def toolchain(driver: str | None = None) -> Toolchain:
     machine code is here. ``driver``: "" for none to be compared; None for this host's."""
     version = fingerprint.triton_version() or NO_TRITON
     driver = fingerprint.driver_version() if driver is None else driver
-    return Toolchain(version, driver, fingerprint.kernel_hashes(), _never if overrules.found() else held)
+    return Toolchain(version, driver, fingerprint.kernel_hashes(), _never if overrules.found() else has_code)
 
 
 def _never(row: Row) -> bool:
     return False
 
 
-def held(row: Row) -> bool:
+def has_code(row: Row) -> bool:
     """Of a whole backward: code for each kernel that it names; their own rows say with which configs they run."""
     try:
         if row.key.kernel == BACKWARD:

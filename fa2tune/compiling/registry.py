@@ -15,11 +15,11 @@ from typing import Any
 from fa2tune.compiling import binaries, hostside
 from fa2tune.compiling.composition import PARSING
 from fa2tune.spec.extent import RAGGED
-from fa2tune.spec.maskfile import ROW_MASKS, hooks_of
+from fa2tune.spec.maskfile import hooks_of, mask_named
 from fa2tune.spec.problem import KERNELS, Config, Specialization
 from fa2tune.spec.score import NONE
 from fa2tune.spec.standins import is_module
-from fa2tune.spec.variant import DESCRIPTOR, HOOKS, PORTABLE_FOLDER, Variant, implementation_of
+from fa2tune.spec.variant import DESCRIPTOR, HOOKS, OPTIONAL_HOOKS, PORTABLE_FOLDER, Variant, implementation_of
 
 log = logging.getLogger("fa2tune")
 
@@ -259,17 +259,25 @@ def misfit(kernel: str, filed_as: str, config: Config) -> str | None:
 
 
 @cache  # asked for each point of a search space
-def _mask_hooks(variant: Variant) -> frozenset[str]:
-    """What a kernel, and those before and after it, call of a mask's file."""
-    around = filter(None, map(variants().get, (*variant.before, *variant.after)))
-    return frozenset(HOOKS[name] for one in (variant, *around) for name in one.constexpr_names & set(HOOKS))
+def _mask_hooks(variant: Variant) -> tuple[frozenset[str], tuple[str, ...]]:
+    """(what a kernel, and those before and after it, call of a mask's file; those of them that know of a mask its last key
+    alone)."""
+    every = (variant, *filter(None, map(variants().get, (*variant.before, *variant.after))))
+    asked = {one.short_name: one.constexpr_names & set(HOOKS) for one in every}
+    by_last_key = (one.short_name for one in every if one.constexpr_names & set(OPTIONAL_HOOKS))
+    return (
+        frozenset(HOOKS[name] for names in asked.values() for name in names),
+        tuple(name for name in by_last_key if not asked[name]),
+    )
 
 
 def refused_mask(variant: Variant, spec: Specialization) -> str | None:
-    """Why a kernel cannot compute a call's mask, or None. Kernels without hooks have causal and full compiled in."""
-    asked = _mask_hooks(variant)
-    if spec.mask not in ROW_MASKS and not asked and "IS_CAUSAL" in variant.constexpr_names:
-        return f"{variant.short_name} computes the causal mask and none at all, not {spec.mask}"
+    """Why a kernel cannot compute a call's mask, or None. One that calls no hook but LAST_KEY has rows see all keys up to that
+    one, or all: no other mask that is bounded."""
+    asked, by_last_key = _mask_hooks(variant)
+    has_last_key = set(OPTIONAL_HOOKS.values()) <= hooks_of(spec.mask)
+    if by_last_key and not has_last_key and any(mask_named(spec.mask).bounded.values()):
+        return f"{by_last_key[0]} computes masks without bounds or with a last key, and {spec.mask} has bounds alone"
     if lacking := sorted(asked - hooks_of(spec.mask)):
         return f"kernels/masks/{spec.mask}.py does not define {', '.join(lacking)}, which {variant.short_name} calls"
     return None

@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fa2tune.catalogue import WARP_GROUP, WARP_THREADS
 from fa2tune.compiling.compiler import tool
+from fa2tune.spec.variant import WARP_GROUP, WARP_THREADS
 
 LEAST_MASK = 4  #: compares and selects a thread runs for its share of the smallest tile, 16 x 32 by 128 threads
 
@@ -31,7 +31,7 @@ PHASE = (
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """One way round an innermost loop that runs products."""
+    """One path round an innermost loop that runs products."""
 
     tensor_flops: float = 0.0  #: of HMMA and HGMMA; 0 for UTCHMMA, whose shape is not in its mnemonic
     mma: str = ""  #: "HGMMA", "HMMA", "UTCHMMA"; "" where products run as FFMA
@@ -220,7 +220,7 @@ class _Body:
     """Instruction indices of a natural loop."""
 
     all: frozenset[int]
-    plain: frozenset[int]  #: without blocks that a way round can avoid
+    plain: frozenset[int]  #: without blocks that a path round can avoid
 
 
 def _works(instruction: _Instruction) -> bool:
@@ -315,10 +315,10 @@ def _natural_loops(instructions: list[_Instruction], labels: dict[str, int]) -> 
         yield _Body(indices(body), indices(body & always[header] | worked))
 
 
-def _ways(body: _Body, instructions: list[_Instruction]) -> list[Loop]:
-    """The plain way round a loop, and, where it branches around a mask, the masked one. Other branches guard rare things: a
+def _paths(body: _Body, instructions: list[_Instruction]) -> list[Loop]:
+    """The plain path round a loop, and, where it branches around a mask, the masked one. Other branches guard rare things: a
     spin on a barrier."""
-    plain, whole = (_loop([instructions[index] for index in sorted(way)]) for way in (body.plain, body.all))
+    plain, whole = (_loop([instructions[index] for index in sorted(path)]) for path in (body.plain, body.all))
     return [plain, whole] if whole.compares - plain.compares >= LEAST_MASK else [plain]
 
 
@@ -336,7 +336,7 @@ def loops(listing: str) -> tuple[Loop, ...]:
         holds = [tally.ffma > 0 and 2 * tally.ffma >= richest for tally in tallies]
     rich = [body for body, keep in zip(found, holds, strict=True) if keep]
     innermost = [body for body in rich if not any(other.all < body.all for other in rich)]
-    return tuple(way for body in innermost for way in _ways(body, instructions))
+    return tuple(path for body in innermost for path in _paths(body, instructions))
 
 
 @lru_cache(maxsize=4096)

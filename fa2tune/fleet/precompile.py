@@ -36,7 +36,7 @@ from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.choice import Choice, choice_of
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.gpus import Gpu
-from fa2tune.launching import beside, group_parts, key_splits, launch, passes, precompiled
+from fa2tune.launching import group_parts, key_splits, launch, overlapped, passes, precompiled
 from fa2tune.launching.passes import runs
 from fa2tune.rows.lookup import SIXTEEN_BIT, Toolchain
 from fa2tune.rows.reader import Layer
@@ -151,11 +151,11 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
         yield from ((*one, problem) for one in runs(kernel, spec, replace(choice, config=other), arch))
     if kernel in group_parts.MAKE_DK_DV:
         yield from group_parts.helpers(problem, arch)
-    if kernel in (beside.DQ, passes.SUMS_DQ):
+    if kernel in (overlapped.DQ, passes.ACCUMULATES_DQ):
         yield from one_tile_schedule.all_kernels(problem, arch)
-    if kernel == beside.DQ:
+    if kernel == overlapped.DQ:
         yield from split_backward_schedule.all_kernels(problem, choice, arch)
-    if kernel == beside.DKDV:
+    if kernel == overlapped.DKDV:
         yield from stored_ds_schedule.all_kernels(problem, choice, arch)
     if kernel == "fwd" and arch in key_splits_schedule.MEASURED_ON and not problem.extent.ragged:
         yield from key_splits.all_kernels(problem, arch)
@@ -329,8 +329,8 @@ def save(path: Path, outcome: CompiledBinaries) -> Saved:
     """Add the binaries to a file. Writers take turns.
 
     BinariesError: there is a file that is damaged as a whole or not trusted, so its content is not passed on."""
-    today = sources()
-    made_here = {hash_ for hashes in today.values() for hash_ in hashes.values()}
+    current = sources()
+    made_here = {hash_ for hashes in current.values() for hash_ in hashes.values()}
     kept: dict[str, New] = {}
     known: dict[str, dict[str, str]] = {}
     dropped = 0
@@ -353,6 +353,6 @@ def save(path: Path, outcome: CompiledBinaries) -> Saved:
                 kept[key] = New(entry.code, entry.about, entry.launch, file.cubin(entry))
             still = {new.about["source"] for new in kept.values()}
             known = {digest: hashes for digest, hashes in file.sources.items() if still & set(hashes.values())}
-        content = binaries.file_bytes({**kept, **outcome.entries}, {**known, **today})
+        content = binaries.file_bytes({**kept, **outcome.entries}, {**known, **current})
         digest = binaries.save(path, content)
     return Saved(len(kept) + len(outcome.entries), len(kept), dropped, len(content), digest)

@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from fa2tune.catalogue import WARP_THREADS
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.devices import library, refusal
 from fa2tune.launching.image import Image, MapFormat
+from fa2tune.spec.variant import WARP_THREADS
 
 #: Kinds of kernel parameters -> bytes. "map" is a TMA descriptor, passed by value.
 SIZES = {"pointer": 8, "map": 128, "i32": 4, "i64": 8, "fp32": 4}

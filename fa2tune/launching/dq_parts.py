@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fa2tune.compiling.registry import computes, variant_named
-from fa2tune.launching.beside import DQ
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import Strides
+from fa2tune.launching.overlapped import DQ
 from fa2tune.search_spaces.sm90 import bwd_dq, bwd_dq_split
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem

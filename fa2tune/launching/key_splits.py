@@ -20,7 +20,7 @@ from fa2tune.compiling.compiler import around
 from fa2tune.compiling.registry import computes, variant_named
 from fa2tune.launching import launch
 from fa2tune.launching.cuda import Chain
-from fa2tune.launching.launch import InterpretedChain, Place, Workspace, bind, chain, form, strides_of
+from fa2tune.launching.launch import InterpretedChain, TensorPlace, Workspace, bind, chain, form, strides_of
 from fa2tune.launching.passes import (
     ALIGNMENT,
     Fresh,
@@ -118,7 +118,7 @@ def bound(
     and strides count."""
     arch = launch.arch_of(device_index) if device_index >= 0 else 0
     strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 and name != "lse"}
-    places: dict[str, Place] = {name: index for index, name in enumerate(tensors)}
+    places: dict[str, TensorPlace] = {name: index for index, name in enumerate(tensors)}
     block: list[torch.Tensor] = []
     workspaces, size = placed(splitting(config).workspaces(problem, config), tensors["q"].dtype, 0)
     if size:

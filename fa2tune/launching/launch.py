@@ -294,7 +294,7 @@ def _farthest(problem: Problem, strides: tuple[int, int, int]) -> int:
 
 
 @dataclass(frozen=True)
-class Form:
+class BoundForm:
     """What the binary of a config says of a kernel's parameters."""
 
     binary: tuple[tuple[str, Any], ...]  #: ``compiler.binary_config``, sorted
@@ -304,13 +304,13 @@ class Form:
 
 
 @lru_cache(maxsize=4096)
-def _form(variant: Variant, spec: Specialization, binary: tuple[tuple[str, Any], ...]) -> Form:
+def _form(variant: Variant, spec: Specialization, binary: tuple[tuple[str, Any], ...]) -> BoundForm:
     config = dict(binary)
     described, constants = compiler.described(variant, spec, config), compiler.constexprs(variant, spec, config)
-    return Form(binary, frozenset(described), frozenset(constants), compiler.passed(variant, spec, config))
+    return BoundForm(binary, frozenset(described), frozenset(constants), compiler.passed(variant, spec, config))
 
 
-def form(variant: Variant, spec: Specialization, config: Config) -> Form:
+def form(variant: Variant, spec: Specialization, config: Config) -> BoundForm:
     """Worked out once for each binary, not for each length. ValueError: the config lacks something."""
     return _form(variant, spec, tuple(sorted(compiler.binary_config(variant, config).items())))
 
@@ -416,13 +416,13 @@ def bind(
 
 
 #: Where a launch finds a tensor: which one of a call's it is, or where in the block of workspaces, the last of a call's.
-Place = int | Workspace
+TensorPlace = int | Workspace
 
 
 class InterpretedChain:
     """The same as a ``cuda.Chain`` for CPU tensors, in Triton's interpreter."""
 
-    def __init__(self, launches: Sequence[tuple[InterpretedLaunch, Sequence[Place]]]) -> None:
+    def __init__(self, launches: Sequence[tuple[InterpretedLaunch, Sequence[TensorPlace]]]) -> None:
         self.launches = launches
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -432,7 +432,7 @@ class InterpretedChain:
 
 
 def chain(
-    launches: Sequence[tuple[Launch | InterpretedLaunch, Sequence[Place]]], device_index: int,
+    launches: Sequence[tuple[Launch | InterpretedLaunch, Sequence[TensorPlace]]], device_index: int,
     make: Callable[..., Chain] = Chain,
 ) -> Chain | InterpretedChain:  # fmt: skip
     """What ``bind`` made for this device, one after the other, or as ``make`` has it."""

@@ -15,7 +15,7 @@ from fa2tune.compiling.registry import computes, variant_named
 from fa2tune.launching import group_parts, launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.group_parts import Bound
-from fa2tune.launching.launch import InterpretedChain, Place, Strides, bind, chain, form, strides_of
+from fa2tune.launching.launch import InterpretedChain, Strides, TensorPlace, bind, chain, form, strides_of
 from fa2tune.launching.passes import placed
 from fa2tune.launching.whole_backward import WholePlan
 from fa2tune.search_spaces.sm90 import bwd_one_tile
@@ -73,7 +73,7 @@ def bound(
     arch = launch.arch_of(device_index) if device_index >= 0 else 0
     strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
     parts, size = placed(workspaces(problem, config), tensors["q"].dtype, 0)
-    places: dict[str, Place] = {**{name: index for index, name in enumerate(tensors)}, **parts}
+    places: dict[str, TensorPlace] = {**{name: index for index, name in enumerate(tensors)}, **parts}
     made = []
     for one in launches(problem, config, strides, arch):
         memory = form(one.variant, one.problem.specialization, one.config).passed

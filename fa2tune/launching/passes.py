@@ -15,10 +15,10 @@ import torch
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
 from fa2tune.compiling.compiler import KernelSequence, around
 from fa2tune.compiling.registry import variant_named
-from fa2tune.launching import beside, dq_parts, group_parts
+from fa2tune.launching import dq_parts, group_parts, overlapped
 from fa2tune.launching.launch import (
     TORCH_DTYPES,
-    Place,
+    TensorPlace,
     Workspace,
     addressing,
     arch_of,
@@ -36,7 +36,7 @@ from fa2tune.spec.variant import Workspaces
 
 #: The kernel that sums dQ. Its portable variant adds to float32 zeros and reads delta, all of which is made around it here;
 #: a variant that names kernels of its own for that leaves nothing to do.
-SUMS_DQ = "bwd_fused"
+ACCUMULATES_DQ = "bwd_fused"
 #: Element types of workspaces; any other is the problem's.
 _DTYPES = {"fp32": torch.float32, "i32": torch.int32, "bf16": torch.bfloat16}
 #: Bytes: what the caching allocator gives the start of a tensor, and more than any load or descriptor asks.
@@ -117,7 +117,7 @@ def runs(kernel: str, spec: Specialization, given: Config | Choice, arch: int) -
     choice = choice_of(kernel, given)
     variant, config = choice.variant, choice.config
     before, after = around(variant, spec, config, arch)
-    if kernel == SUMS_DQ and not variant.before:
+    if kernel == ACCUMULATES_DQ and not variant.before:
         delta = variant_named("portable/bwd_delta")
         before = [(delta, delta.space.default(spec, arch))]
     return [*before, (variant, config), *after]
@@ -164,7 +164,7 @@ class Kernels:
                  parts: Mapping[str, int] = MappingProxyType({}), order: str = "") -> None:  # fmt: skip
         """``configs``: by kernel, in order; ``tensors``: all there are, workspaces aside, of which shapes and strides count;
         ``shared``: workspaces that any of the kernels may use; ``parts``: by kernel, into how many each query group is split,
-        of dQ's kernel its keys; ``order``: of ``beside.ORDERS``, for dQ's kernel and dK/dV's at a time. ValueError: no such
+        of dQ's kernel its keys; ``order``: of ``overlapped.ORDERS``, for dQ's kernel and dK/dV's at a time. ValueError: no such
         split (``group_parts.checked``, ``dq_parts.checked``) or order."""
         self.softmax_scale = softmax_scale
         #: which tensor is dq, if the kernel adds to float32 zeros, which are cast to dq afterwards
@@ -175,32 +175,34 @@ class Kernels:
         common, size = placed(shared, some.dtype, 0)
         arch = arch_of(device_index) if device_index >= 0 else 0
         if order:
-            beside.check_order(order, problem, {name: choice_of(name, one).variant for name, one in configs.items()})
+            overlapped.check_order(
+                order, problem, {name: choice_of(name, one).variant for name, one in configs.items()}
+            )
         made: dict[str, list[Any]] = {}  # by kernel, its launches
         for kernel, given_config in configs.items():
             choice = choice_of(kernel, given_config)
             tuned, config = choice.variant, choice.config
-            if kernel == SUMS_DQ and not tuned.before:
+            if kernel == ACCUMULATES_DQ and not tuned.before:
                 self.casts = given["dq"]
-            keys = dq_parts.checked(problem, tuned, parts.get(kernel, 1)) if kernel == beside.DQ else 1
+            keys = dq_parts.checked(problem, tuned, parts.get(kernel, 1)) if kernel == overlapped.DQ else 1
             count = group_parts.checked(problem, kernel, 1 if keys > 1 else parts.get(kernel, 1))
             posed = group_parts.split(problem, count)
             kernels = runs(kernel, problem.specialization, choice, arch)
             asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(problem, count)}
-            if order and kernel == beside.DQ:
-                asked |= beside.workspaces(problem, asked)
+            if order and kernel == overlapped.DQ:
+                asked |= overlapped.workspaces(problem, asked)
             asked |= dq_parts.workspaces(problem, keys)
             own, size = placed(asked, some.dtype, size)
             early = device_index >= 0 and starts_early(tuned, config)
             workspaces = common | own
-            places: dict[str, Place] = {**workspaces, **given}
+            places: dict[str, TensorPlace] = {**workspaces, **given}
             scalars = {**tuned.scalars(posed, config, early), "heads_kv": problem.heads_kv, "parts": count}
             bounds = whole = [(kernel, one) for one in group_parts.launches(problem, count, kernels, strides, arch)]
             if keys > 1:
                 bounds = [(kernel, one) for one in dq_parts.launches(problem, keys, strides, arch)]
-            if order and kernel == beside.DQ:
-                bounds = [(of, beside.dq_alone(one)) for of, one in bounds]
-                bounds = [*((beside.DELTA, beside.delta_alone(one)) for _, one in whole), *bounds]
+            if order and kernel == overlapped.DQ:
+                bounds = [(of, overlapped.dq_alone(one)) for of, one in bounds]
+                bounds = [*((overlapped.DELTA, overlapped.delta_alone(one)) for _, one in whole), *bounds]
             for name_of, one in bounds:
                 memory = form(one.variant, one.problem.specialization, one.config).passed
                 wanted = {name: one.renamed.get(tensor, tensor) for name, tensor in memory.items()}
@@ -212,7 +214,7 @@ class Kernels:
                 )  # fmt: skip
                 made.setdefault(name_of, []).append((bound, [places[wanted[name]] for name in names]))
         launches = [one for of_kernel in made.values() for one in of_kernel]
-        self.chain = beside.chain(order, made, device_index) if order else chain(launches, device_index)
+        self.chain = overlapped.chain(order, made, device_index) if order else chain(launches, device_index)
         self.size = size
 
     def block(self) -> list[torch.Tensor]:
@@ -329,7 +331,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """One backward with explicit configs. strategy: "split" (deterministic) or "fused" (atomic sums of dQ); parts: by kernel,
     into how many each query group is split, a divisor of its size, or of the Hopper "bwd_dq" its keys (default 1); order: one
-    of ``beside.ORDERS``, for both Hopper kernels of a split backward at a time (default: one after the other)."""
+    of ``overlapped.ORDERS``, for both Hopper kernels of a split backward at a time (default: one after the other)."""
     problem = describe(q, k, v, mask, softmax_scale, score, o=o, do=do)
     plan = BackwardPlan(problem, do, dlse, q, k, v, o, softmax_scale, strategy, configs, parts, order)
     return plan(do, dlse, q, k, v, o, lse)

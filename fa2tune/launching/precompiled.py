@@ -46,12 +46,12 @@ def triton_build() -> str:
     if "+" in version:
         return version
     found = importlib.util.find_spec("triton")
-    beside = [os.path.dirname(os.path.dirname(found.origin))] if found is not None and found.origin else []
-    for folder in (*beside, *sys.path):  # an editable install leaves its own elsewhere
+    triton_folders = [os.path.dirname(os.path.dirname(found.origin))] if found is not None and found.origin else []
+    for folder in (*triton_folders, *sys.path):  # an editable install leaves its own elsewhere
         names = list[str]()
         with suppress(OSError, TypeError):  # as Python's own importer passes by what it cannot read
             names = os.listdir(folder)
-        if "triton" in names and folder not in beside:
+        if "triton" in names and folder not in triton_folders:
             continue  # speaks for that one
         builds = {match[1] for match in map(_INSTALLED.fullmatch, names) if match}
         builds = {build for build in builds if re.fullmatch(rf"{re.escape(version)}(\.(post|dev)\d+)?(\+.*)?", build)}

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-Call = Callable[[], object]
+Timed = Callable[[], object]
 
 
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)
 
 
-def submit(calls: Sequence[Call], flush: Call, lead: int) -> list[tuple[Any, Any]]:
+def submit(calls: Sequence[Timed], flush: Timed, lead: int) -> list[tuple[Any, Any]]:
     """Queue every call once, between two events and behind ``flush``, which overwrites the L2.
 
     Events see the kernels alone as long as the GPU is behind the host; ``lead`` overwrites at the start give the host its head
@@ -41,7 +41,7 @@ def finish(events: Sequence[tuple[Any, Any]]) -> list[float]:
     return [start.elapsed_time(end) * 1e3 for start, end in events]
 
 
-def settle(call: Call, seconds: float, fewest: int) -> float:
+def settle(call: Timed, seconds: float, fewest: int) -> float:
     """Run a call alone for so long, until power and clock have settled, and at least ``fewest`` times: seconds a launch."""
     begun, count = time.monotonic(), fewest
     while True:
@@ -56,7 +56,7 @@ def settle(call: Call, seconds: float, fewest: int) -> float:
         count = max(fewest, int(0.2 * seconds / each))
 
 
-def in_a_row(call: Call, count: int) -> float:
+def in_a_row(call: Timed, count: int) -> float:
     """Microseconds a launch of ``count`` launches in a row, nothing between them. Waits for them."""
     first, last = _event(), _event()
     first.record()
@@ -67,7 +67,7 @@ def in_a_row(call: Call, count: int) -> float:
     return float(first.elapsed_time(last)) * 1e3 / count
 
 
-def alone(call: Call, settling: float, seconds: float, fewest: int, alive: Call = lambda: None) -> float:
+def alone(call: Timed, settling: float, seconds: float, fewest: int, alive: Timed = lambda: None) -> float:
     """One turn of a call: ``settling`` seconds untimed, then about ``seconds`` timed, each at least ``fewest`` launches.
     Nothing else runs between launches, and the L2 is as the launch before left it; where the host takes longer for one than
     the GPU, it is the host that is timed. ``alive`` is called after either part."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fa2tune.catalogue import SCHEDULERS, WARP_GROUP, WARP_THREADS
+from fa2tune.catalogue import SCHEDULERS
 from fa2tune.compiling import limits, sass
 from fa2tune.compiling.compiler import Binary
 from fa2tune.compiling.registry import variant_named
@@ -22,7 +22,7 @@ from fa2tune.predicting import by_mma_sync, tiles
 from fa2tune.predicting.tiles import Tiling
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, padded_head_dim
-from fa2tune.spec.variant import DESCRIPTOR, Variant, implementation_of
+from fa2tune.spec.variant import DESCRIPTOR, WARP_GROUP, WARP_THREADS, Variant, implementation_of
 
 Array = Any  #: a numpy array of floats
 
@@ -121,7 +121,7 @@ COUNTS = (
 )  # fmt: skip
 
 
-def both_ways(loops: Sequence[sass.Loop]) -> tuple[sass.Loop, sass.Loop]:
+def plain_and_masked(loops: Sequence[sass.Loop]) -> tuple[sass.Loop, sass.Loop]:
     """The unmasked and the masked loop: the mask is compares."""
     by_compares = sorted(loops, key=lambda loop: loop.compares)
     return by_compares[0], by_compares[-1]
@@ -153,8 +153,8 @@ def gather(
     configs: Sequence[Config], warps: Sequence[int], fit: Sequence[int], loops: Sequence[Sequence[sass.Loop]]
 ) -> Candidates:
     """Candidates from what compilers and disassemblers say of each."""
-    ways = [both_ways(found) for found in loops]
-    merged = [[_merged(loop.phases) for loop in pair] for pair in ways]
+    pairs = [plain_and_masked(found) for found in loops]
+    merged = [[_merged(loop.phases) for loop in pair] for pair in pairs]
     longest = max((len(found) for pair in merged for found in pair), default=0)
     phases = np.zeros((longest, len(PHASE_FIELDS), len(configs), 2))
     phases[:, PHASE_FIELDS.index("pending")] = -1.0
@@ -170,8 +170,8 @@ def gather(
         described=np.array([[implementation_of(config) == DESCRIPTOR] for config in configs]),
         heads_per_wave=np.array([config.get("HEADS_PER_WAVE", 1) for config in configs], dtype=float),
         fit=np.array(fit, dtype=float),
-        mma=np.array([[MMA[loop.mma] for loop in pair] for pair in ways]),
-        counts={name: np.array([[float(getattr(loop, name)) for loop in pair] for pair in ways]) for name in COUNTS},
+        mma=np.array([[MMA[loop.mma] for loop in pair] for pair in pairs]),
+        counts={name: np.array([[float(getattr(loop, name)) for loop in pair] for pair in pairs]) for name in COUNTS},
         phases=phases,
     )
 

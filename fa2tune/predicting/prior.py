@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from fa2tune.catalogue import SCHEDULERS, WARP_GROUP, WARP_THREADS
+from fa2tune.catalogue import SCHEDULERS
 from fa2tune.compiling import limits
 from fa2tune.gpus import Gpu
 from fa2tune.predicting import model
 from fa2tune.predicting.model import MMA, Array, Candidates
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
-from fa2tune.spec.variant import DESCRIPTOR, Variant
+from fa2tune.spec.variant import DESCRIPTOR, WARP_GROUP, WARP_THREADS, Variant
 
 MIN_REGISTERS, MAX_REGISTERS = 40, 255  #: of a thread
 MIN_GROUP_ROWS = 64  #: rows of a product that a warp group of Hopper shares out

@@ -24,7 +24,7 @@ FILTERS = {"gpu": "GPU", "dim": "head dim", "dtype": "dtype", "mask": "mask", "k
 
 
 @dataclass(frozen=True)
-class Tile:
+class Headline:
     """One headline figure."""
 
     figure: str
@@ -190,11 +190,13 @@ def _title(keys: Iterable[TuningKey]) -> str:
 # ---- the head
 
 
-def tiles(standings: Sequence[Standing], found: Sequence[StoredSearch]) -> list[Tile]:
+def tiles(standings: Sequence[Standing], found: Sequence[StoredSearch]) -> list[Headline]:
     """What a reader wants to know first."""
     best = [s for s in standings if s.best]
     shown = (
-        [Tile(str(len(best)), "tuning keys", f"{len(standings)} rows: a key may have several kinds")] if best else []
+        [Headline(str(len(best)), "tuning keys", f"{len(standings)} rows: a key may have several kinds")]
+        if best
+        else []
     )
     for kernel, name in (("fwd", "forward"), ("bwd", "whole backward")):
         mine = [s for s in best if s.row.key.kernel == kernel and s.row.tflops]
@@ -203,7 +205,7 @@ def tiles(standings: Sequence[Standing], found: Sequence[StoredSearch]) -> list[
         top = max(mine, key=lambda s: s.row.tflops or 0.0)
         share = "" if top.share is None else f", {top.share:.0%} of peak"
         shown.append(
-            Tile(
+            Headline(
                 f"{top.row.tflops:.0f}",
                 f"TFLOP/s {name}, at best",
                 charts.title_of(top.row.key).split(" ", 1)[1] + share,
@@ -213,13 +215,13 @@ def tiles(standings: Sequence[Standing], found: Sequence[StoredSearch]) -> list[
         if gain is not None:
             most = max(s.row.gain or 0.0 for s in mine)
             shown.append(
-                Tile(f"{gain:.3f} x", f"{name} over the portable default", f"geometric mean; at most {most:.2f}")
+                Headline(f"{gain:.3f} x", f"{name} over the portable default", f"geometric mean; at most {most:.2f}")
             )
     with_interval = [s for s in best if s.row.gain_low is not None]
     if with_interval:
         kept = sum(s.keeps_default for s in with_interval)
         shown.append(
-            Tile(
+            Headline(
                 str(kept),
                 "keys not faster than the portable default",
                 f"beyond the 95 % interval, of {len(with_interval)}",
@@ -228,13 +230,15 @@ def tiles(standings: Sequence[Standing], found: Sequence[StoredSearch]) -> list[
     near = [s.nearness for s in standings if s.nearness is not None]
     if near:
         shown.append(
-            Tile(f"{max(near):.2f}", "largest error as a share of its bound", f"median {statistics.median(near):.2f}")
+            Headline(
+                f"{max(near):.2f}", "largest error as a share of its bound", f"median {statistics.median(near):.2f}"
+            )
         )
     if found:
         trials = sum(len(search.trials) for search in found)
         failed = sum(1 for search in found for trial in search.trials if trial.status)
         shown.append(
-            Tile(f"{trials}", "trials recorded", f"{len(found)} keys searched; {failed} trials without a time")
+            Headline(f"{trials}", "trials recorded", f"{len(found)} keys searched; {failed} trials without a time")
         )
     return shown
 

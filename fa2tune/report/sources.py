@@ -233,9 +233,9 @@ def gather(
     if cache is not None:
         rows = read_cache(cache)
         files["cache"] = cache
-        beside = cache.with_name("studies.sqlite")
-        if studies is None and beside.exists():
-            studies = beside
+        own = cache.with_name("studies.sqlite")
+        if studies is None and own.exists():
+            studies = own
     searches: list[StoredSearch] = []
     notes: list[str] = []
     if studies is not None:

@@ -44,7 +44,7 @@ from operator import itemgetter
 from typing import Any
 
 from fa2tune import gpus
-from fa2tune.rows.reader import Layer, Rows
+from fa2tune.rows.reader import Layer, ShippedRows
 from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, SIBLING, Row
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import head_dim_parts, padded_head_dim
@@ -184,7 +184,7 @@ def _by_fixed(layer: Layer) -> dict[tuple[Any, ...], list[Row]]:
 @lru_cache(maxsize=4096)
 def _relatives(layer: Layer, fixed: tuple[Any, ...]) -> Sequence[Row]:
     """The rows of a layer that agree in what no step crosses."""
-    if not isinstance(layer.rows, Rows):
+    if not isinstance(layer.rows, ShippedRows):
         return _by_fixed(layer).get(fixed, ())
     arch, kernel, mask, family, width, precision, (padded, padded_v) = fixed
     return layer.rows.of(
@@ -202,7 +202,7 @@ def _padded_to(padded: int) -> frozenset[int]:
 def _of_key(layer: Layer, key: TuningKey) -> Sequence[Row]:
     """The relatives of a key that agree with it in all but the GPU: a row that is asked for is checked first, which takes 0.1
     ms, and these alone mostly serve."""
-    if isinstance(layer.rows, Rows):
+    if isinstance(layer.rows, ShippedRows):
         found: Sequence[Row] = layer.rows.of(
             key.arch, key.kernel, mask=(key.mask,), family=(key.family,), precision=(key.precision,),
             dtype=(key.dtype,), head_dim=(key.head_dim,), head_dim_v=(key.head_dim_v,), bucket=(key.bucket,),

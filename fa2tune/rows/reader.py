@@ -75,7 +75,7 @@ class _Held:
             raise CacheFileError(self.path, f"row {number + 1}, {error}") from None
 
 
-class Rows(Sequence[Row]):
+class ShippedRows(Sequence[Row]):
     """The rows of a file that came with fa2tune, each checked when it is asked for: checking all of them takes 0.1 s, which a
     first call would wait for. The first bad row is logged as a warning, and the file counts as empty from then on."""
 
@@ -316,7 +316,7 @@ def layers(named: Sequence[str | os.PathLike[str]] = ()) -> list[Layer]:
         try:
             held = _held(path)
             one_by_one = name == "shipped" and held.version == record.SCHEMA_VERSION
-            found.append(Layer(name, path, Rows(held) if one_by_one else _decoded(held)))
+            found.append(Layer(name, path, ShippedRows(held) if one_by_one else _decoded(held)))
         except CacheFileError as error:
             logger.warning("%s layer skipped: %s", name, error)
     return found

@@ -131,7 +131,7 @@ class Leases:
     worker: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}")
     standing: LeaseState = LeaseState()
     met: float = -math.inf  #: time.monotonic() of the last meeting; -inf: the next one is due
-    joined: bool = False  #: the others know of this worker
+    enrolled: bool = False  #: the others know of this worker
 
     def __post_init__(self) -> None:
         self.storage.create(WORKERS, LEASES, SETTLED, WANTED)
@@ -166,10 +166,12 @@ class Leases:
             if len(held) > 1 and self._without(connection, sought):
                 excess = max(1, excess)  # parts are rounded up: the first worker would keep all
             excess = min(len(sought), excess)
-            return LeaseState(frozenset(held | {*new}), frozenset(settled), excess, sought, self.joined and not present)
+            return LeaseState(
+                frozenset(held | {*new}), frozenset(settled), excess, sought, self.enrolled and not present
+            )
 
         self.standing = self.storage.do(meeting)
-        self.met, self.joined = time.monotonic(), True
+        self.met, self.enrolled = time.monotonic(), True
         return self.standing
 
     def _want(self, connection: sa.Connection, jobs: Sequence[str]) -> Counter[str]:
@@ -287,7 +289,7 @@ class Leases:
             self._strike(connection, self.worker)
 
         self.storage.do(left)
-        self.standing, self.met, self.joined = LeaseState(), -math.inf, False
+        self.standing, self.met, self.enrolled = LeaseState(), -math.inf, False
 
 
 def board(storage: Storage) -> list[Lease]:

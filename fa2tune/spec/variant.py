@@ -21,6 +21,9 @@ POINTER, DESCRIPTOR, WARP_SPECIALIZED = "pointer", "descriptor", "warp_specializ
 PORTABLE = "portable"  #: of a whole backward: none of its kernels is warp-specialised
 IMPLEMENTATIONS = (POINTER, DESCRIPTOR, WARP_SPECIALIZED)
 IMPLEMENTATION = "IMPLEMENTATION"
+WARP_THREADS = 32
+WARP_GROUP = 4  #: warps that issue one wgmma together, one in each quarter of an SM
+WARPGROUP_THREADS = WARP_GROUP * WARP_THREADS
 #: Config entries that are compile options; every other entry is a parameter of the kernel.
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
@@ -107,6 +110,8 @@ HOOKS = {
     "BLOCKS_BELOW": "blocks_below", "FIRST_BLOCK": "first_block", "CLEAR_BLOCKS": "clear_blocks", "HIDE": "hide",
     "SEES_A_KEY": "sees_a_key", "QUERY_BLOCKS": "query_blocks", "HIDE_QUERIES": "hide_queries",
 }  # fmt: skip
+#: The same, of a function that a mask's file may lack, in which case the parameter is None.
+OPTIONAL_HOOKS = {"LAST_KEY": "last_key"}
 #: The same of the score term's file.
 SCORE_HOOKS = {"APPLY": "apply", "GRAD": "grad"}
 #: Run-time integers of a mask that has any; of another they are compiled in as 0, so they cost nothing.

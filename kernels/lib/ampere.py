@@ -6,6 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from fa2tune.kernels.lib.warps import WARP
+from fa2tune.spec.variant import WARP_THREADS
+
 LN2 = gl.constexpr(0.6931471805599453)
 #: async_load(shared, pointers, mask): global to shared memory, 16 bytes a thread. 3.9 renamed it.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -44,7 +47,7 @@ def operand_b(mma):
 @gluon.constexpr_function
 def copy_layout(columns, warps):
     """Tiles from and to global memory: 16 bytes a thread, next to each other along a row."""
-    return gl.BlockedLayout([1, 8], [32 * 8 // columns, columns // 8], [warps, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [WARP_THREADS * 8 // columns, columns // 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -56,13 +59,13 @@ def shared_layout(columns):
 @gluon.constexpr_function
 def rows_at_once(rows, columns, warps):
     """Rows of a tile that all warps copy at once, 16 bytes a thread."""
-    return min(rows, warps * 32 * 8 // columns)
+    return min(rows, warps * WARP_THREADS * 8 // columns)
 
 
 @gluon.constexpr_function
 def parts_layout(columns, warps):
     """copy_layout of a tile as [parts, rows at once, columns]."""
-    return gl.BlockedLayout([1, 1, 8], [1, 32 * 8 // columns, columns // 8], [1, warps, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, 8], [1, WARP_THREADS * 8 // columns, columns // 8], [1, warps, 1], [2, 1, 0])
 
 
 @gluon.jit
@@ -291,7 +294,7 @@ def raised_in(shrink, DOWN: gl.constexpr):
 @gluon.jit
 def scaled_if(raised, x, shrink, WARPS: gl.constexpr):
     """x [R, N] times shrink [R, 4], jumped over unless raised [R, 4] is not 0, which is the same in a warp."""
-    COUNT: gl.constexpr = x.shape[0] * x.shape[1] // (32 * WARPS)
+    COUNT: gl.constexpr = x.shape[0] * x.shape[1] // (WARP * WARPS)
     parts = lanes(x)
     done = gl.inline_asm_elementwise(
         _scaling(COUNT), _scaling_registers(COUNT), [parts, for_lanes(shrink, parts), for_lanes(raised, parts)],

@@ -93,7 +93,7 @@ class Form(NamedTuple):
     HIDE: gl.constexpr
     HIDE_QUERIES: gl.constexpr
     LEFT_BOUNDED: gl.constexpr
-    CAUSAL: gl.constexpr
+    LAST_KEY: gl.constexpr  #: or None
     DK_FIRST: gl.constexpr
     DK_OTHER: gl.constexpr
     DV_FIRST: gl.constexpr
@@ -265,10 +265,9 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             dp = _dp(smem, form)
         p = gl.exp2(gl.fma(s, call.qk_scale, peak[None, :]))
         if MASK:
-            if form.CAUSAL:
-                p = hidden_behind(
-                    p, call.columns[:, None], gl.minimum(rows + call.offset, call.seqlen_k - 1)[None, :], ZERO
-                )
+            if form.LAST_KEY is not None:
+                seen = form.LAST_KEY(rows, call.offset, call.seqlen_k - 1)
+                p = hidden_behind(p, call.columns[:, None], seen[None, :], ZERO)
             else:
                 p = form.HIDE_QUERIES(p, call.columns, m, call.offset, call.seqlen_k, call.window, SCORES)
         if not form.EARLY:
@@ -289,8 +288,8 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             dp = _dp(smem, form)
         weight = gl.fma(s, call.qk_scale, peak[:, None])
         if MASK:
-            if form.CAUSAL:
-                seen = gl.minimum(rows + call.offset, call.seqlen_k - 1)
+            if form.LAST_KEY is not None:
+                seen = form.LAST_KEY(rows, call.offset, call.seqlen_k - 1)
                 weight = hidden_behind(weight, call.columns[None, :], seen[:, None], MINUS_INFINITY)
             else:
                 weight = form.HIDE(weight, rows, call.start_n, call.offset, call.seqlen_k, call.window, SCORES)
@@ -490,7 +489,7 @@ def put_keys(
 def constants(spec: Specialization, config: Config) -> dict[str, Any]:
     """Among them: columns of each result in the first of its accumulators, and in the second. 96 are 64 and 32, so that none is
     computed for the padding; one holds them all where warps would find no column of their own in the second."""
-    found: dict[str, Any] = {"CAUSAL": spec.mask == "causal", "WARPS": config["num_warps"]}
+    found: dict[str, Any] = {"WARPS": config["num_warps"]}
     for name, dim, down in (("DK", spec.head_dim, "KEY_WARPS"), ("DV", spec.head_dim_v, "KEY_WARPS"),
                             ("DQ", spec.head_dim, "QUERY_WARPS")):  # fmt: skip
         first, other = head_dim_parts(dim)

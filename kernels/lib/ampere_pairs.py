@@ -111,9 +111,9 @@ def ds_by_halves(smem, peak, delta, m, call, STEP: gl.constexpr, form, MASK: gl.
     dp = smem.raw[1].load(FLAT).to(gl.float32)
     if MASK:
         rows = m + gl.arange(0, form.BLOCK_M, layout=gl.SliceLayout(1, FLAT))
-        if form.CAUSAL:
+        if form.LAST_KEY is not None:
             columns = call.start_n + gl.arange(0, form.BLOCK_N, layout=gl.SliceLayout(0, FLAT))
-            seen = gl.minimum(rows + call.offset, call.seqlen_k - 1)
+            seen = form.LAST_KEY(rows, call.offset, call.seqlen_k - 1)
             p = hidden_behind(p, columns[None, :], seen[:, None], ZERO)
         else:
             shown = form.HIDE(p, rows, call.start_n, call.offset, call.seqlen_k, call.window, FLAT)

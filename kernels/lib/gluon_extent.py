@@ -5,6 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.extent import STEP
+from fa2tune.kernels.lib.warps import WARP
 
 
 @gluon.jit
@@ -18,7 +19,7 @@ def place(own, other, sequences, own_total, other_total, tile, BLOCK: gl.constex
     """Of a tile of ``packed_tiles`` over the sequences of ``own``: (tile in its sequence, first row, rows of the sequence,
     first row of the sequence in ``other``, its rows there), all scalars. A tile that its sequence does not need has 0 of the
     last. WARPS: of the calling partition; each warp works it out by itself, no shared memory, no barrier."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])  # every warp has all of a step
+    layout: gl.constexpr = gl.BlockedLayout([4], [WARP], [WARPS], [0])  # every warp has all of a step
     before = gl.zeros([STEP], gl.int32, layout)
     for first in range(0, sequences + 1, STEP):
         index = first + gl.arange(0, STEP, layout=layout)

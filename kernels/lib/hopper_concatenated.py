@@ -13,6 +13,7 @@ from fa2tune.kernels.lib.hopper import (
     warpgroup_mma_wait,
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at
+from fa2tune.kernels.lib.hopper_dq_accumulation import DONE, add_from_registers, hand_over
 from fa2tune.kernels.lib.hopper_fused import (
     BLOCK_N,
     EMPTY,
@@ -29,7 +30,6 @@ from fa2tune.kernels.lib.hopper_fused import (
     probabilities,
 )
 from fa2tune.kernels.lib.hopper_packed import store_packed
-from fa2tune.kernels.lib.hopper_sums import DONE, add_from_registers, hand_over
 from fa2tune.kernels.lib.hopper_tiles import first_number, laps_behind, laps_of, next_tile, received_number
 
 
@@ -141,7 +141,7 @@ def consume_concatenated(words, dk, dv, smem, barriers, channel, tiles_done, cal
                         seqlen_k, call, form, part == 0,
                     )  # fmt: skip
             mbarrier.arrive(barriers.k_empty.index(k_stage), count=1, pred=total > 0)
-            if form.TELLS:
+            if form.SIGNALS:
                 mbarrier.arrive(tiles_done.index(lap % DONE), count=1)
             stage = smem.out.index(0)
             if form.REDUCE == "tma" or form.RAGGED:  # what stages dQ is large enough

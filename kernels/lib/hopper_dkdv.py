@@ -24,6 +24,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_split import of_keys, of_queries, rows_of_head
+from fa2tune.kernels.lib.warps import WARP
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -136,23 +137,23 @@ def block_of(j, tile, form):
 
 
 @gluon.jit
-def row_words(words, j, tile, alive, seqlen_q, other: gl.constexpr, form):
-    """lse or delta of the query block at place j of a head (block_at), [M]; of j = end: at ``first`` of the next head. words:
+def row_values(values, j, tile, alive, seqlen_q, other: gl.constexpr, form):
+    """lse or delta of the query block at place j of a head (block_at), [M]; of j = end: at ``first`` of the next head. values:
     of the head. One value a thread, which then goes through shared memory: loaded as the scores want them, 16 a thread and
-    block, these words took 7 % of the time."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [form.num_warps], [0])
+    block, these values took 7 % of the time."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [WARP], [form.num_warps], [0])
     wraps = j == tile.end
     block = block_of(gl.where(wraps, tile.first, j), tile, form)
     rows = block * form.BLOCK_M + gl.arange(0, form.BLOCK_M, layout=layout)
-    words += gl.where(wraps, rows_of_head(seqlen_q, tile), 0)
-    return gl.load(words + rows, mask=(rows < seqlen_q) & alive, other=other)
+    values += gl.where(wraps, rows_of_head(seqlen_q, tile), 0)
+    return gl.load(values + rows, mask=(rows < seqlen_q) & alive, other=other)
 
 
 @gluon.jit
 def _dv_over_queries(
-    acc, s, lse_words, begin, end, done, total, lse, offset, smem, barriers, tile, call, form, MASK: gl.constexpr
+    acc, s, lse_values, begin, end, done, total, lse, offset, smem, barriers, tile, call, form, MASK: gl.constexpr
 ):
-    """Query blocks at places [begin, end) of one head into dV. s and lse_words: S^T and lse of the first; lse is +inf past the
+    """Query blocks at places [begin, end) of one head into dV. s and lse_values: S^T and lse of the first; lse is +inf past the
     end, so that p = exp2(s - inf) = 0. done: turns of the ring before place 0."""
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_M)
@@ -162,8 +163,8 @@ def _dv_over_queries(
         turn = done + j
         later = turn + 1
         k_tile = tiles_in(smem.k, opaque(j * 0))
-        shift = gl.convert_layout(lse_words * -LOG2E, gl.SliceLayout(0, s_layout))
-        lse_words = row_words(lse, j + 1, tile, later < total, call.seqlen_q, float("inf"), form)
+        shift = gl.convert_layout(lse_values * -LOG2E, gl.SliceLayout(0, s_layout))
+        lse_values = row_values(lse, j + 1, tile, later < total, call.seqlen_q, float("inf"), form)
         p = gl.exp2(gl.fma(s, call.qk_scale, shift[None, :]))
         if MASK:
             row = block_of(j, tile, form) * form.BLOCK_M
@@ -187,7 +188,7 @@ def _dv_over_queries(
         mbarrier.arrive(barriers.do_empty.index(stage), count=1)
         s = warpgroup_mma_wait(0, deps=[s_next])
         mbarrier.arrive(barriers.q_empty.index(ahead), count=1)
-    return acc, s, lse_words
+    return acc, s, lse_values
 
 
 @gluon.jit
@@ -203,7 +204,7 @@ def _consume_dv(memory, smem, barriers, tile, call, form):
     acc = zeros_for(smem.v, form.BLOCK_N)
     zero = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, s_layout)
     lse += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * of_head
-    lse_words = row_words(lse, tile.first, tile, total > 0, seqlen_q, float("inf"), form)
+    lse_values = row_values(lse, tile.first, tile, total > 0, seqlen_q, float("inf"), form)
     mbarrier.wait(barriers.k_ready, 0, pred=total > 0)
     k_tile = tiles_in(smem.k, 0)
     # the first S^T; with no block at all, of whatever lies there, and not read
@@ -214,11 +215,11 @@ def _consume_dv(memory, smem, barriers, tile, call, form):
     mbarrier.arrive(barriers.q_empty.index(0), count=1)
     for g in range(tile.group):  # every query head that reads this key head
         turns = g * n_blocks - tile.first
-        acc, s, lse_words = _dv_over_queries(
-            acc, s, lse_words, tile.first, tile.full, turns, total, lse, offset, smem, barriers, tile, call, form, True
+        acc, s, lse_values = _dv_over_queries(
+            acc, s, lse_values, tile.first, tile.full, turns, total, lse, offset, smem, barriers, tile, call, form, True
         )
-        acc, s, lse_words = _dv_over_queries(
-            acc, s, lse_words, tile.full, tile.end, turns, total, lse, offset, smem, barriers, tile, call, form, False
+        acc, s, lse_values = _dv_over_queries(
+            acc, s, lse_values, tile.full, tile.end, turns, total, lse, offset, smem, barriers, tile, call, form, False
         )
         lse += of_head
     # K's shared memory is read by this group alone; where dV is not as wide, V's, once the other group is done with it

@@ -37,7 +37,7 @@ class Form(NamedTuple):
     K_STAGES: gl.constexpr
     V_STAGES: gl.constexpr
     HEAD_DIM_V: gl.constexpr
-    IS_CAUSAL: gl.constexpr
+    LAST_KEY: gl.constexpr  #: or None
     BY_HOOKS: gl.constexpr
     BLOCKS_BELOW: gl.constexpr
     CLEAR_BLOCKS: gl.constexpr
@@ -202,8 +202,8 @@ def _over_keys(acc, begin, end, own, tile, smem, barriers, call, CONSUMER: gl.co
         elif MASK:
             column = (tile.below - 1 - j) * form.BLOCK_N
             columns = column + gl.arange(0, form.BLOCK_N, layout=gl.SliceLayout(0, s_layout))
-            if form.IS_CAUSAL:  # one comparison a score: the last key that a row sees
-                last = gl.minimum(own.rows + own.offset, call.seqlen_k - 1)
+            if form.LAST_KEY is not None:  # one comparison a score
+                last = form.LAST_KEY(own.rows, own.offset, call.seqlen_k - 1)
                 p = gl.where(columns[None, :] <= last[:, None], p, 0.0)
             else:
                 p = gl.where((columns < call.seqlen_k)[None, :], p, 0.0)

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import mbarrier
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts, squares_of, tiles_in
+from fa2tune.kernels.lib.warps import WARP, WARPGROUP
 from fa2tune.search_spaces.portable import fwd_norms
 from fa2tune.search_spaces.sm90 import fwd as space
 
@@ -17,10 +18,6 @@ from fa2tune.search_spaces.sm90 import fwd as space
 ROWS = gl.constexpr(space.ROWS)
 #: K and V that may be in use at once: L2 has 50 MB, in two halves.
 L2_BYTES = gl.constexpr(32 * 2**20)
-#: Threads of a consumer group.
-THREADS = gl.constexpr(128)
-#: And of the producer.
-WARP = gl.constexpr(32)
 
 #: Of fwd_norms: how many maxima a head has, and the least that a squared norm counts as.
 PARTS, SMALLEST = gl.constexpr(fwd_norms.PARTS), gl.constexpr(fwd_norms.SMALLEST)
@@ -115,19 +112,19 @@ def _come(number, COUNT: gl.constexpr, pred):
 @gluon.jit
 def await_turn(CONSUMER: gl.constexpr):
     """Until the group before has issued its products."""
-    _meet(TURN + CONSUMER, 2 * THREADS)
+    _meet(TURN + CONSUMER, 2 * WARPGROUP)
 
 
 @gluon.jit
 def pass_turn_on(CONSUMER: gl.constexpr, GROUPS: gl.constexpr):
-    _come(TURN + (CONSUMER + 1) % GROUPS, 2 * THREADS, True)
+    _come(TURN + (CONSUMER + 1) % GROUPS, 2 * WARPGROUP, True)
 
 
 @gluon.jit
 def hand_back(empty, entry, pred, NUMBER: gl.constexpr, form):
     """This group reads a ring entry no more. NUMBERED: it says so at a numbered barrier, from NUMBER on one a stage."""
     if form.NUMBERED:
-        _come(NUMBER + entry % form.STAGES, THREADS * form.GROUPS + WARP, pred)
+        _come(NUMBER + entry % form.STAGES, WARPGROUP * form.GROUPS + WARP, pred)
     else:
         mbarrier.arrive(empty.index(entry % form.STAGES), count=1, pred=pred)
 
@@ -137,7 +134,7 @@ def await_room(empty, entry, NUMBER: gl.constexpr, form):
     """The producer, until no group reads what lies where a ring entry goes."""
     if form.NUMBERED:
         if entry >= form.STAGES:
-            _meet(NUMBER + entry % form.STAGES, THREADS * form.GROUPS + WARP)
+            _meet(NUMBER + entry % form.STAGES, WARPGROUP * form.GROUPS + WARP)
     else:
         mbarrier.wait(empty.index(entry % form.STAGES), ((entry // form.STAGES) & 1) ^ 1)
 
@@ -281,7 +278,7 @@ def bound_of(q_shared, norms, keys, qk_scale, layout: gl.constexpr):
     """[ROWS]: what no score of a row of Q times qk_scale exceeds: |q| times the largest |k| (Cauchy-Schwarz). ``keys``: whose,
     a head's, or a head's of one sequence."""
     squares = squares_of(q_shared, layout)
-    parts = gl.arange(0, PARTS, layout=gl.BlockedLayout([1], [32], [4], [0]))  # every warp has them all
+    parts = gl.arange(0, PARTS, layout=gl.BlockedLayout([1], [WARP], [4], [0]))  # every warp has them all
     largest = gl.max(gl.load(norms + keys * PARTS + parts), 0)
     return gl.sqrt(gl.maximum(squares, SMALLEST)) * (largest * qk_scale)
 
@@ -302,19 +299,19 @@ def _rounding(dtype):
 
 
 @gluon.constexpr_function
-def words_suit(columns, causal):
+def pairs_suit(columns, right_bounded):
     """Whether P is carried as words. ``columns``: the wider of Q's and V's. Measured (docs/experiments.md): at head dim 64
     under a causal mask they gain up to 6 %, where three groups spill without them; without a mask they lose up to 4 %, at 128
     up to 2 %, at 256 they are level."""
-    return causal and columns <= 64
+    return right_bounded and columns <= 64
 
 
 @gluon.jit
-def to_carry(weights, dtype: gl.constexpr, layout: gl.constexpr, AS_WORDS: gl.constexpr):
+def to_carry(weights, dtype: gl.constexpr, layout: gl.constexpr, AS_PAIRS: gl.constexpr):
     """Weights [R, N] rounded to dtype, as they go from one trip of a loop, or from one loop, to the next: [R, N] in a product's
-    layout, or AS_WORDS [R, N / 2], each of the values of two columns side by side. 16-bit values may be kept, spilled and put
+    layout, or AS_PAIRS [R, N / 2], each of the values of two columns side by side. 16-bit values may be kept, spilled and put
     together one by one; words may not, but are not made before the product that reads the last ones is done."""
-    if AS_WORDS:
+    if AS_PAIRS:
         R: gl.constexpr = weights.shape[0]
         N: gl.constexpr = weights.shape[1]
         left, right = gl.split(weights.reshape([R, N // 2, 2]))

@@ -17,7 +17,9 @@ from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
 from fa2tune.kernels.lib.hopper_packed import send_place
 from fa2tune.kernels.lib.hopper_parts import expect_both, expect_tiles, load_parts, product_layout
 from fa2tune.kernels.lib.hopper_tiles import first_number, laps_of, take, work
+from fa2tune.kernels.lib.warps import WARP
 from fa2tune.search_spaces.sm90 import bwd_fused as space
+from fa2tune.spec.variant import WARP_THREADS, WARPGROUP_THREADS
 
 GROUPS = gl.constexpr(space.GROUPS)
 #: Keys of a consumer group: the rows of one wgmma.
@@ -37,9 +39,9 @@ DS_READY = gl.constexpr(12)  #: both groups' dS lies in shared memory
 EMPTY = gl.constexpr(13)  #: no warp reads the stage of Q and dO: one a stage
 V_EMPTY = gl.constexpr(15)  #: no warp reads V any more (concatenated groups with K of two tiles)
 #: Threads that meet there.
-ALL_GROUPS = gl.constexpr(space.GROUPS * 128)
-GROUP_AND_WARP = gl.constexpr(128 + 32)
-GROUPS_AND_WARP = gl.constexpr(space.GROUPS * 128 + 32)
+ALL_GROUPS = gl.constexpr(space.GROUPS * WARPGROUP_THREADS)
+GROUP_AND_WARP = gl.constexpr(WARPGROUP_THREADS + WARP_THREADS)
+GROUPS_AND_WARP = gl.constexpr(space.GROUPS * WARPGROUP_THREADS + WARP_THREADS)
 _MEET = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
 _COME = gl.constexpr("bar.arrive $1, $2; mov.b32 $0, 0;")
 _COME_IF = gl.constexpr("{.reg .pred p; setp.ne.s32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0;}")
@@ -67,7 +69,7 @@ class Form(NamedTuple):
     CONCATENATED: gl.constexpr
     ADDS: gl.constexpr  #: dQ is added by a warp of its own
     COUNTS: gl.constexpr  #: tiles are counted, for sm90/bwd_finish
-    TELLS: gl.constexpr  #: consumers say when they have added all of a tile's dQ
+    SIGNALS: gl.constexpr  #: consumers say when they have added all of a tile's dQ
     RAGGED: gl.constexpr
     IN_ORDER: gl.constexpr  #: key tiles add to a block's dQ in turns
     QUERY_BLOCKS: gl.constexpr
@@ -207,8 +209,8 @@ def await_prepared(flags, head, rows_padded):
     """Until sm90/bwd_beside has signalled that all rows of a query head, counted over the batch, are prepared."""
     count = rows_padded // CHUNK
     flags += head * count
-    for i in range(0, count, 32):
-        at = gl.minimum(i + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])), count - 1)
+    for i in range(0, count, WARP):
+        at = gl.minimum(i + gl.arange(0, WARP, layout=gl.BlockedLayout([1], [WARP], [1], [0])), count - 1)
         prepared = 0
         while prepared == 0:
             seen = gl.inline_asm_elementwise(
@@ -227,8 +229,8 @@ def await_packed(flags, head, group, heads_kv, heads_per_wave, rows_padded, own_
     width = gl.minimum(heads_kv * group - first_head, wide)
     flags += first_head * (rows_padded // CHUNK) + own_row // CHUNK * width + head - first_head
     count = gl.cdiv(queries, CHUNK)
-    for i in range(0, count, 32):
-        at = gl.minimum(i + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])), count - 1) * width
+    for i in range(0, count, WARP):
+        at = gl.minimum(i + gl.arange(0, WARP, layout=gl.BlockedLayout([1], [WARP], [1], [0])), count - 1) * width
         prepared = 0
         while prepared == 0:
             seen = gl.inline_asm_elementwise(

@@ -13,11 +13,11 @@ from fa2tune.kernels.lib.hopper_forward import (
     await_turn,
     hand_back,
     of_carried,
+    pairs_suit,
     pass_turn_on,
     shrunk,
     sum_parts,
     to_carry,
-    words_suit,
 )
 from fa2tune.kernels.lib.hopper_parts import add_products, product_layout, product_of_rows, products_done, tiles_in
 
@@ -56,7 +56,7 @@ def over_keys(
     dtype: gl.constexpr = smem.v[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_N)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
-    AS_WORDS: gl.constexpr = words_suit(form.WIDEST, form.RIGHT_BOUNDED)
+    AS_PAIRS: gl.constexpr = pairs_suit(form.WIDEST, form.RIGHT_BOUNDED)
     for j in range(begin, end):
         entry = seen.done + j
         v_stage = (entry - 1) % form.STAGES
@@ -85,7 +85,7 @@ def over_keys(
                 weights
             )
             peak = new_peak
-        next_p = to_carry(weights, dtype, p_layout, AS_WORDS)
+        next_p = to_carry(weights, dtype, p_layout, AS_PAIRS)
         acc = products_done(o_next)
         hand_back(barriers.v_empty, entry - 1, True, V_EMPTY, form)
         if RESCALE != "never":

@@ -13,6 +13,7 @@ from fa2tune.kernels.lib.extent import packed_tiles
 from fa2tune.kernels.lib.gluon_extent import place
 from fa2tune.kernels.lib.hopper import PACKED_ROWS, mbarrier, store_block
 from fa2tune.kernels.lib.hopper_blocks import query_blocks
+from fa2tune.kernels.lib.warps import WARP
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 #: Keys of a tile.
@@ -89,7 +90,7 @@ def send_place(
     alive = index < every
     slot = lap % 2
     mbarrier.wait(received.index(slot), ((lap // 2) & 1) ^ 1)
-    n = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    n = gl.arange(0, WARP, layout=gl.BlockedLayout([1], [WARP], [1], [0]))
     words = gl.where(n == 0, alive.to(gl.int32), gl.where(n == 1, head, gl.where(n == 2, start_n, queries)))
     words = gl.where(n == 4, keys, gl.where(n == 5, first_k, gl.where(n == 6, row, words)))
     tile_smem.index(slot).store(words)
@@ -100,7 +101,7 @@ def send_place(
 @gluon.jit
 def _word(words, number: gl.constexpr):
     """That of a lane [32], for every thread: the compiler knows that it is the same for all."""
-    n = gl.arange(0, 32, layout=words.type.layout)
+    n = gl.arange(0, WARP, layout=words.type.layout)
     return gl.sum(gl.where(n == number, words, 0), 0)
 
 
@@ -111,7 +112,7 @@ def received_work(lap, channel, window, WARPS: gl.constexpr, form):
     tile_smem, sent, received = channel
     slot = lap % 2
     mbarrier.wait(sent.index(slot), (lap // 2) & 1)
-    words = tile_smem.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
+    words = tile_smem.index(slot).load(gl.BlockedLayout([1], [WARP], [WARPS], [0]))
     alive = _word(words, 0) != 0
     head = _word(words, 1)
     start_n = _word(words, 2)

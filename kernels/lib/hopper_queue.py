@@ -17,6 +17,7 @@ from fa2tune.kernels.lib.hopper_forward import (
 )
 from fa2tune.kernels.lib.hopper_grouped import load_members, members_of, packed_members, produce_grouped
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts
+from fa2tune.kernels.lib.warps import WARP
 from fa2tune.search_spaces.portable import packed_order as space
 from fa2tune.search_spaces.sm90 import fwd as forward_space
 
@@ -65,7 +66,7 @@ def _share(taken):
 def _send(queue, turn, index, tiles, heads, heads_per_wave):
     """The producer sends its turn-th tile, which has this number in the queue. Bands of heads: as tile_of has them."""
     order, numbers, sent = queue
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [WARP], [1], [0])
     band = index // gl.maximum(tiles * heads_per_wave, 1)
     first = band * heads_per_wave
     width = gl.maximum(gl.minimum(heads - first, heads_per_wave), 1)  # the last band may be narrower
@@ -80,7 +81,7 @@ def _send(queue, turn, index, tiles, heads, heads_per_wave):
 
 @gluon.jit
 def _number(numbers, place, WORD: gl.constexpr, WARPS: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [WARP], [WARPS], [0])
     return gl.max(numbers.index(place).slice(WORD, 1).load(layout), 0)
 
 

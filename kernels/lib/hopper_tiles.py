@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from fa2tune.kernels.lib.hopper import mbarrier
 from fa2tune.kernels.lib.hopper_blocks import query_blocks
 from fa2tune.kernels.lib.hopper_packed import received_work
+from fa2tune.kernels.lib.warps import WARP
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 #: Keys of a tile.
@@ -36,7 +37,7 @@ def make_tile_channel(LISTENERS: gl.constexpr, DYNAMIC: gl.constexpr):
     """How the producer sends LISTENERS partitions what it took: (words, mbarriers ``sent``, mbarriers ``received``), two places
     each, in turn; () without DYNAMIC."""
     if DYNAMIC:
-        tile_smem = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        tile_smem = gl.allocate_shared_memory(gl.int32, [2, WARP], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         sent = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         received = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
@@ -130,8 +131,8 @@ def take(lap, counter, channel, call, form):
         taken = gl.num_programs(0) + taken
     slot = lap % 2
     mbarrier.wait(received.index(slot), ((lap // 2) & 1) ^ 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    tile_smem.index(slot).store(gl.full([32], 0, gl.int32, layout) + taken)
+    layout: gl.constexpr = gl.BlockedLayout([1], [WARP], [1], [0])
+    tile_smem.index(slot).store(gl.full([WARP], 0, gl.int32, layout) + taken)
     mbarrier.arrive(sent.index(slot), count=1)
     return taken, _laps_with(lap, taken, call)
 
@@ -142,7 +143,7 @@ def received_number(lap, channel, call, WARPS: gl.constexpr):
     tile_smem, sent, received = channel
     slot = lap % 2
     mbarrier.wait(sent.index(slot), (lap // 2) & 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [WARP], [WARPS], [0])
     taken = gl.max(tile_smem.index(slot).load(layout), 0)
     mbarrier.arrive(received.index(slot), count=1)
     return taken, _laps_with(lap, taken, call)

@@ -68,6 +68,12 @@ def sees_a_key(rows, offset, seqlen_k, window):
 
 
 @gluon.jit
+def last_key(rows, offset, last):
+    """The last key that each row sees, of keys up to ``last``. Of ends, each one behind the last, the end of what rows see."""
+    return gl.minimum(rows + offset, last)
+
+
+@gluon.jit
 def query_blocks(key, keys_end, seqlen_q, seqlen_k, window, BLOCK_M: gl.constexpr):
     end = gl.cdiv(seqlen_q, BLOCK_M)
     offset = seqlen_k - seqlen_q

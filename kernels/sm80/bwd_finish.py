@@ -5,7 +5,7 @@ Bound by memory, so it has no search space: one fixed config."""
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.lib.ampere_sums import grid, in_rows, own_rows
+from fa2tune.kernels.lib.ampere_dq_accumulation import grid, in_rows, own_rows
 from fa2tune.kernels.lib.common import store_tile
 from fa2tune.kernels.lib.extent import place
 from fa2tune.search_spaces.sm80 import bwd_fused as space

@@ -6,7 +6,7 @@ Bound by memory, so it has no search space: one fixed config."""
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.lib.ampere_sums import grid, in_rows, own_rows
+from fa2tune.kernels.lib.ampere_dq_accumulation import grid, in_rows, own_rows
 from fa2tune.kernels.lib.common import store_tile
 from fa2tune.search_spaces.sm80.bwd_ordered_finish import SPACE
 from fa2tune.spec.variant import Variant

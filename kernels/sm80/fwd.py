@@ -55,7 +55,7 @@ class Form(NamedTuple):
     Q_IN_REGISTERS: gl.constexpr
     NEGATE: gl.constexpr
     HIDE: gl.constexpr
-    CAUSAL: gl.constexpr
+    LAST_KEY: gl.constexpr  #: or None
     SUMS: gl.constexpr
     O_IN_HALVES: gl.constexpr
     FIRST: gl.constexpr
@@ -170,9 +170,9 @@ def _trip(acc, more, total, peak, block, query, now, other, call, form, MASK: gl
         async_copy.commit_group()
         scores = _scores(query, now.k, form)
     if MASK:
-        if form.CAUSAL:
+        if form.LAST_KEY is not None:
             columns = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
-            seen = gl.minimum(query.rows + call.offset, call.seqlen_k - 1)
+            seen = form.LAST_KEY(query.rows, call.offset, call.seqlen_k - 1)
             scores = hidden_behind(scores, columns[None, :], seen[:, None], MINUS_INFINITY)
         else:
             scores = form.HIDE(scores, query.rows, block * BLOCK_N, call.offset, call.seqlen_k, call.window, MMA)
@@ -226,7 +226,7 @@ def fwd_sm80_kernel(
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
-    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    LAST_KEY: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
     SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, SUMS: gl.constexpr, O_IN_HALVES: gl.constexpr,
     FIRST: gl.constexpr, OTHER: gl.constexpr,
 ):  # fmt: skip
@@ -238,8 +238,8 @@ def fwd_sm80_kernel(
     (two barriers a block). "double": two of each, both asked for a block ahead (one barrier). FIRST and OTHER: columns of O in
     one accumulator and in a second, as ``head_dim_parts`` has them. SUMS of rows: "add"; or by
     products with ones, "mma" after P V, "first" before it, which hides their latency. O_IN_HALVES: two warps share
-    a row of O, half of the columns each; P goes to them through shared memory. CAUSAL: the mask is that one, which HIDE
-    does not compute, but ``hidden_behind``. RAGGED: as kernels/portable/fwd.py has it.
+    a row of O, half of the columns each; P goes to them through shared memory. LAST_KEY: where the mask has it,
+    ``hidden_behind`` hides what comes after it, not HIDE. RAGGED: as kernels/portable/fwd.py has it.
     """
     MMA: gl.constexpr = mma_layout(WARPS, 1)
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
@@ -305,7 +305,7 @@ def fwd_sm80_kernel(
     )  # fmt: skip
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
-        WARPS=WARPS, SCHEDULE=SCHEDULE, Q_IN_REGISTERS=Q_IN_REGISTERS, NEGATE=NEGATE, HIDE=HIDE, CAUSAL=CAUSAL, SUMS=SUMS,
+        WARPS=WARPS, SCHEDULE=SCHEDULE, Q_IN_REGISTERS=Q_IN_REGISTERS, NEGATE=NEGATE, HIDE=HIDE, LAST_KEY=LAST_KEY, SUMS=SUMS,
         O_IN_HALVES=O_IN_HALVES, FIRST=FIRST, OTHER=OTHER,
     )  # fmt: skip
     last = (below - 1) * BLOCK_N
@@ -383,7 +383,6 @@ VARIANT = Variant(
     grid=lambda problem, config, _sm_count, _early: problem.query_tiles(config["BLOCK_M"]) * problem.heads_q,
     constants=lambda spec, config: {
         "NEGATE": spec.negate,
-        "CAUSAL": spec.mask == "causal",
         "WARPS": config["num_warps"],
         **dict(zip(("FIRST", "OTHER"), head_dim_parts(spec.head_dim_v), strict=True)),
     },

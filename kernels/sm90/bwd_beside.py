@@ -13,6 +13,7 @@ from fa2tune.kernels.lib.common import LOG2E
 from fa2tune.kernels.lib.gluon_extent import place
 from fa2tune.kernels.lib.hopper import PACKED_ROWS, fence_async_shared, load_block, mbarrier, thread_barrier, tma_store
 from fa2tune.kernels.lib.hopper_fused import BLOCK_N, CHUNK, do_once
+from fa2tune.kernels.lib.warps import WARP
 from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.search_spaces.sm90 import bwd_beside as bwd_beside_hopper
 from fa2tune.search_spaces.sm90 import bwd_fused as bwd_fused_hopper
@@ -166,7 +167,7 @@ def _load(o, do, smem, barriers, duty, call, form):
 def _zero(sums, flags, smem, barriers, duty, call, form):
     """One warp: zeros into the sums of dQ, and the flags of the batch of chunks before, whose zeros and terms are stored."""
     n = duty.n
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    lane = gl.arange(0, WARP, layout=gl.BlockedLayout([1], [WARP], [1], [0]))
     begin = n * 0  # numbers that a loop carries, no constants
     before = n * 0
     pending = n * 0  # chunks from before on that have no flag yet
@@ -232,7 +233,7 @@ def _lse_and_dlse(source, where, alive, call, layout: gl.constexpr, form):
 def _terms(source, terms, smem, barriers, duty, call, form):
     """The other warps: delta of every row, its terms and those of lse."""
     n = duty.n
-    own_layout: gl.constexpr = gl.BlockedLayout([1, TERMS], [32, 1], [WARPS, 1], [1, 0])
+    own_layout: gl.constexpr = gl.BlockedLayout([1, TERMS], [WARP, 1], [WARPS, 1], [1, 0])
     rows_layout: gl.constexpr = gl.SliceLayout(1, own_layout)
     tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // form.BLOCK_DV, form.BLOCK_DV // 8], [WARPS, 1], [1, 0])
     entries = call.batch
@@ -298,8 +299,8 @@ def bwd_beside_hopper_kernel(
     n_first = gl.maximum(gl.cdiv(first - pid, programs), 0)
     n = n_first + gl.where(pid < workers, gl.maximum(gl.cdiv(chunks - first - pid, workers), 0), 0)
     duty = Duty(n, n_first, first, workers)
-    thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    for i in range(0, n, 32 * WARPS):
+    thread = gl.arange(0, WARP * WARPS, layout=gl.BlockedLayout([1], [WARP], [WARPS], [0]))
+    for i in range(0, n, WARP * WARPS):
         gl.store(flags + _chunk(i + thread, duty), 0, mask=i + thread < n)
     if FINISH_BESIDE:
         if RAGGED:  # of each chunk, as any may be a sequence's first; and of programs
@@ -308,14 +309,14 @@ def bwd_beside_hopper_kernel(
         else:
             heads = batch * heads_q
             counted = heads
-        for i in range(pid * 32 * WARPS, counted, programs * 32 * WARPS):
+        for i in range(pid * WARP * WARPS, counted, programs * WARP * WARPS):
             gl.store(flags + heads * tiles + i + thread, 0, mask=i + thread < counted)
     gl.store(counter + thread, 0, mask=(thread == 0) & (pid == 0) & (counts != 0))
     do_once(_CLEARED)
     thread_barrier()
     do_once(_START_MAIN)
 
-    gl.static_assert(BATCH <= 32 and BATCH <= SLOTS)
+    gl.static_assert(BATCH <= WARP and BATCH <= SLOTS)
     if RAGGED:
         o_smem = gl.allocate_shared_memory(o.dtype, [STAGES, 1, 1, 1, CHUNK, BLOCK_DV], o.layout)
         do_smem = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, 1, CHUNK, BLOCK_DV], do.layout)

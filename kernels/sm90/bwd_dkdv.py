@@ -27,7 +27,7 @@ from fa2tune.kernels.lib.hopper_dkdv import (
     _consume_dv,
     block_of,
     produce,
-    row_words,
+    row_values,
 )
 from fa2tune.kernels.lib.hopper_fused import do_once
 from fa2tune.kernels.lib.hopper_parts import (
@@ -55,8 +55,8 @@ _DELTA_IS_THERE = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 
 
 @gluon.jit
-def _dk_over_queries(acc, dp, delta_words, done, total, delta, smem, barriers, tile, call, form):
-    """Query blocks at places [first, end) of one head into dK. dp and delta_words: dP^T and delta of the first. done: turns of
+def _dk_over_queries(acc, dp, delta_values, done, total, delta, smem, barriers, tile, call, form):
+    """Query blocks at places [first, end) of one head into dK. dp and delta_values: dP^T and delta of the first. done: turns of
     the ring before place 0."""
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_M)
@@ -66,8 +66,8 @@ def _dk_over_queries(acc, dp, delta_words, done, total, delta, smem, barriers, t
         turn = done + j
         later = turn + 1
         v_tile = tiles_in(smem.v, opaque(j * 0))
-        shift = gl.convert_layout(delta_words, gl.SliceLayout(0, s_layout))
-        delta_words = row_words(delta, j + 1, tile, later < total, call.seqlen_q, 0.0, form)
+        shift = gl.convert_layout(delta_values, gl.SliceLayout(0, s_layout))
+        delta_values = row_values(delta, j + 1, tile, later < total, call.seqlen_q, 0.0, form)
         buffer = turn % form.P_STAGES
         mbarrier.wait(barriers.p_ready.index(buffer), (turn // form.P_STAGES) & 1)
         p = smem.p.index(buffer).load(s_layout).to(gl.float32)
@@ -86,7 +86,7 @@ def _dk_over_queries(acc, dp, delta_words, done, total, delta, smem, barriers, t
         mbarrier.arrive(barriers.q_empty.index(stage), count=1)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         mbarrier.arrive(barriers.do_empty.index(ahead), count=1)
-    return acc, dp, delta_words
+    return acc, dp, delta_values
 
 
 @gluon.jit
@@ -102,7 +102,7 @@ def _consume_dk(memory, smem, barriers, tile, call, form):
     of_head = rows_of_head(seqlen_q, tile)
     delta += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * of_head
     if not form.EARLY_START:
-        delta_words = row_words(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
+        delta_values = row_values(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
     mbarrier.wait(barriers.v_ready, 0, pred=total > 0)
     v_tile = tiles_in(smem.v, 0)
     do_tile = tiles_in(smem.do, 0)
@@ -112,10 +112,10 @@ def _consume_dk(memory, smem, barriers, tile, call, form):
     mbarrier.arrive(barriers.do_empty.index(0), count=1)
     if form.EARLY_START:
         do_once(_DELTA_IS_THERE)
-        delta_words = row_words(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
+        delta_values = row_values(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
     for g in range(tile.group):  # every query head that reads this key head
-        acc, dp, delta_words = _dk_over_queries(
-            acc, dp, delta_words, g * n_blocks - tile.first, total, delta, smem, barriers, tile, call, form
+        acc, dp, delta_values = _dk_over_queries(
+            acc, dp, delta_values, g * n_blocks - tile.first, total, delta, smem, barriers, tile, call, form
         )
         delta += of_head
     slot = smem.v
@@ -130,10 +130,10 @@ def _consume_dk(memory, smem, barriers, tile, call, form):
 
 @gluon.jit
 def _keys_over_queries(
-    dk_acc, dv_acc, lse_words, delta_words, begin, end, done, total, lse, delta, key, offset, smem, barriers, tile, call,
+    dk_acc, dv_acc, lse_values, delta_values, begin, end, done, total, lse, delta, key, offset, smem, barriers, tile, call,
     CONSUMER: gl.constexpr, form, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Query blocks at places [begin, end) of one head into dK and dV of this group's keys. lse_words and delta_words: of the
+    """Query blocks at places [begin, end) of one head into dK and dV of this group's keys. lse_values and delta_values: of the
     first; done: turns of the ring before place 0."""
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_M)
@@ -147,8 +147,8 @@ def _keys_over_queries(
         mine = opaque(j * 0 + CONSUMER)
         k_tile, v_tile = tiles_in(smem.k, mine), tiles_in(smem.v, mine)
         q_tile, do_tile = tiles_in(smem.q, stage), tiles_in(smem.do, stage)
-        shift = gl.convert_layout(lse_words * -LOG2E, gl.SliceLayout(0, s_layout))
-        lse_words = row_words(lse, j + 1, tile, later < total, call.seqlen_q, float("inf"), form)
+        shift = gl.convert_layout(lse_values * -LOG2E, gl.SliceLayout(0, s_layout))
+        lse_values = row_values(lse, j + 1, tile, later < total, call.seqlen_q, float("inf"), form)
         mbarrier.wait(barriers.q_ready.index(stage), (turn // form.STAGES) & 1)
         s_next = product_of_rows(k_tile, q_tile, zero)
         mbarrier.wait(barriers.do_ready.index(stage), (turn // form.STAGES) & 1)
@@ -162,15 +162,15 @@ def _keys_over_queries(
         operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         dv_next = add_products(operand, do_tile, dv_acc)
-        delta_row = gl.convert_layout(delta_words, gl.SliceLayout(0, s_layout))
-        delta_words = row_words(delta, j + 1, tile, later < total, call.seqlen_q, 0.0, form)
+        delta_row = gl.convert_layout(delta_values, gl.SliceLayout(0, s_layout))
+        delta_values = row_values(delta, j + 1, tile, later < total, call.seqlen_q, 0.0, form)
         ds = gl.convert_layout((p * (dp - delta_row[None, :])).to(dtype), gl.DotOperandLayout(0, k_layout, 2))
         dk_next = add_products(ds, q_tile, dk_acc)
         dv_acc, operand = products_done_with(dv_next, operand, len(smem.k))
         mbarrier.arrive(barriers.do_empty.index(stage), count=1)
         dk_acc, ds = products_done_with(dk_next, ds, 0)
         mbarrier.arrive(barriers.q_empty.index(stage), count=1)
-    return dk_acc, dv_acc, lse_words, delta_words
+    return dk_acc, dv_acc, lse_values, delta_values
 
 
 @gluon.jit
@@ -188,21 +188,21 @@ def _consume_keys(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, fo
     of_head = rows_of_head(seqlen_q, tile)
     lse += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * of_head
     delta += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * of_head
-    lse_words = row_words(lse, tile.first, tile, total > 0, seqlen_q, float("inf"), form)
+    lse_values = row_values(lse, tile.first, tile, total > 0, seqlen_q, float("inf"), form)
     if form.EARLY_START:
         do_once(_DELTA_IS_THERE)
-    delta_words = row_words(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
+    delta_values = row_values(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
     mbarrier.wait(barriers.k_ready, 0, pred=total > 0)
     mbarrier.wait(barriers.v_ready, 0, pred=total > 0)
     for g in range(tile.group):  # every query head that reads this key head
         turns = g * n_blocks - tile.first
-        dk_acc, dv_acc, lse_words, delta_words = _keys_over_queries(
-            dk_acc, dv_acc, lse_words, delta_words, tile.first, tile.full, turns, total, lse, delta, key, offset, smem,
+        dk_acc, dv_acc, lse_values, delta_values = _keys_over_queries(
+            dk_acc, dv_acc, lse_values, delta_values, tile.first, tile.full, turns, total, lse, delta, key, offset, smem,
             barriers, tile, call, CONSUMER, form, True,
         )  # fmt: skip
-        dk_acc, dv_acc, lse_words, delta_words = _keys_over_queries(
-            dk_acc, dv_acc, lse_words, delta_words, tile.full, tile.end, turns, total, lse, delta, key, offset, smem, barriers,
-            tile, call, CONSUMER, form, False,
+        dk_acc, dv_acc, lse_values, delta_values = _keys_over_queries(
+            dk_acc, dv_acc, lse_values, delta_values, tile.full, tile.end, turns, total, lse, delta, key, offset, smem,
+            barriers, tile, call, CONSUMER, form, False,
         )  # fmt: skip
         lse += of_head
         delta += of_head

@@ -26,7 +26,7 @@ from fa2tune.kernels.lib.hopper_dkdv import (
     _consume_dv,
     block_of,
     produce,
-    row_words,
+    row_values,
 )
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
@@ -50,8 +50,8 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def _over_queries(acc, dp, delta_words, h, done, total, delta, ds, ds_smem, smem, barriers, tile, call, form):
-    """Query blocks at places [first, end) of head h into dK, and their dS into memory. dp and delta_words: dP^T and delta of
+def _over_queries(acc, dp, delta_values, h, done, total, delta, ds, ds_smem, smem, barriers, tile, call, form):
+    """Query blocks at places [first, end) of head h into dK, and their dS into memory. dp and delta_values: dP^T and delta of
     the first. done: turns of the ring before place 0."""
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_M)
@@ -61,8 +61,8 @@ def _over_queries(acc, dp, delta_words, h, done, total, delta, ds, ds_smem, smem
         turn = done + j
         later = turn + 1
         v_tile = tiles_in(smem.v, opaque(j * 0))
-        shift = gl.convert_layout(delta_words, gl.SliceLayout(0, s_layout))
-        delta_words = row_words(delta, j + 1, tile, later < total, call.seqlen_q, 0.0, form)
+        shift = gl.convert_layout(delta_values, gl.SliceLayout(0, s_layout))
+        delta_values = row_values(delta, j + 1, tile, later < total, call.seqlen_q, 0.0, form)
         buffer = turn % form.P_STAGES
         mbarrier.wait(barriers.p_ready.index(buffer), (turn // form.P_STAGES) & 1)
         p = smem.p.index(buffer).load(s_layout).to(gl.float32)
@@ -88,7 +88,7 @@ def _over_queries(acc, dp, delta_words, h, done, total, delta, ds, ds_smem, smem
         mbarrier.arrive(barriers.q_empty.index(stage), count=1)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         mbarrier.arrive(barriers.do_empty.index(ahead), count=1)
-    return acc, dp, delta_words
+    return acc, dp, delta_values
 
 
 @gluon.jit
@@ -102,7 +102,7 @@ def _consume(memory, ds, ds_smem, smem, barriers, tile, call, form):
     zero = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, s_layout)
     seqlen_q = call.seqlen_q
     delta += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * seqlen_q
-    delta_words = row_words(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
+    delta_values = row_values(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
     mbarrier.wait(barriers.v_ready, 0, pred=total > 0)
     v_tile = tiles_in(smem.v, 0)
     do_tile = tiles_in(smem.do, 0)
@@ -111,8 +111,8 @@ def _consume(memory, ds, ds_smem, smem, barriers, tile, call, form):
     dp = warpgroup_mma_wait(0, deps=[dp_next])
     mbarrier.arrive(barriers.do_empty.index(0), count=1)
     for g in range(tile.group):  # every query head that reads this key head
-        acc, dp, delta_words = _over_queries(
-            acc, dp, delta_words, tile.h_kv * tile.group + g, g * n_blocks - tile.first, total, delta, ds, ds_smem, smem,
+        acc, dp, delta_values = _over_queries(
+            acc, dp, delta_values, tile.h_kv * tile.group + g, g * n_blocks - tile.first, total, delta, ds, ds_smem, smem,
             barriers, tile, call, form,
         )  # fmt: skip
         delta += seqlen_q

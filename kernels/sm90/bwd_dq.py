@@ -43,26 +43,26 @@ _START_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
 @gluon.jit
-def _tile(tiles, heads, heads_per_wave, IS_CAUSAL: gl.constexpr):
+def _tile(tiles, heads, heads_per_wave, LAST_FIRST: gl.constexpr):
     """(query tile, head) of this program; as tile_and_head of kernels/lib/common.py, which works out the head before it counts
-    tiles from the last one: other PTX. Causal: the last tiles are the longest."""
+    tiles from the last one: other PTX."""
     pid = gl.program_id(0)
     band = pid // (tiles * heads_per_wave)
     first = band * heads_per_wave
     width = gl.minimum(heads - first, heads_per_wave)  # the last band may be narrower
     inside = pid - band * (tiles * heads_per_wave)
     tile = inside // width
-    if IS_CAUSAL:
+    if LAST_FIRST:
         tile = tiles - 1 - tile
     return tile, first + inside % width
 
 
 @gluon.jit
-def _blocks(rows_end, offset, seqlen_k, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def _blocks(rows_end, offset, seqlen_k, BLOCK_N: gl.constexpr, LAST_KEY: gl.constexpr):
     """How many key blocks the rows below rows_end see."""
     end = seqlen_k
-    if IS_CAUSAL:
-        end = gl.maximum(gl.minimum(rows_end + offset, seqlen_k), 0)
+    if LAST_KEY is not None:
+        end = gl.maximum(LAST_KEY(rows_end, offset, seqlen_k), 0)
     return gl.cdiv(end, BLOCK_N)
 
 
@@ -93,9 +93,9 @@ def _consume(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, form):
         full_end = n_all
         if form.LEFT_BOUNDED:
             full_end = gl.minimum(gl.maximum(below - clear_begin, n_all - n_full), n_all)
-    elif form.IS_CAUSAL:
-        n_blocks = _blocks(gl.minimum(first + ROWS, seqlen_q), offset, seqlen_k, form.BLOCK_N, form.IS_CAUSAL)
-    if form.IS_CAUSAL or form.BY_HOOKS:
+    elif form.LAST_KEY is not None:
+        n_blocks = _blocks(gl.minimum(first + ROWS, seqlen_q), offset, seqlen_k, form.BLOCK_N, form.LAST_KEY)
+    if form.LAST_KEY is not None or form.BY_HOOKS:
         for j in range(n_all - n_blocks):  # blocks that only later groups see
             stage = j % form.K_STAGES
             mbarrier.wait(barriers.k_ready.index(stage), (j // form.K_STAGES) & 1)
@@ -104,9 +104,7 @@ def _consume(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, form):
             mbarrier.wait(barriers.v_ready.index(stage), (j // form.V_STAGES) & 1)
             mbarrier.arrive(barriers.v_empty.index(stage), count=1)
     if not form.BY_HOOKS:
-        n_full = seqlen_k // form.BLOCK_N
-        if form.IS_CAUSAL:
-            n_full = gl.minimum(seqlen_k, gl.maximum(first + 1 + offset, 0)) // form.BLOCK_N
+        n_full = form.CLEAR_BLOCKS(first, first + ROWS, seqlen_q, seqlen_k, window, form.BLOCK_N)[1]
         n_full = gl.minimum(n_full, n_blocks)
         full_end = n_all
     masked_end = n_all - n_full
@@ -129,24 +127,24 @@ def bwd_dq_hopper_kernel(
     batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, HEADS_PER_WAVE, window_left, window_right,
     q_rest, k_rest, v_rest, do_rest, dq_rest, order,
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, BY_HOOKS: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
-    LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
+    LAST_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, EARLY_START: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, o by pointer; lse as the forward leaves it -> dq
     [B, Hq, Sq, D] by a descriptor, delta [B, Hq, Sq] float32. Sk >= 1. dlse is read only if has_dlse. Columns behind BLOCK_D or
-    BLOCK_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dq_rest. BY_HOOKS: the mask is
-    neither causal nor none, whose code, which rows were measured with, is compiled in. EARLY_START: the next kernel may start
-    once all programs of this one have.
+    BLOCK_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dq_rest. Where
+    every row sees all keys up to one, LAST_KEY of the mask, or to the end, that key is compared with, as rows were measured;
+    other masks are asked by their other hooks. EARLY_START: the next kernel may start once all programs of this one have.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other. order: what packed_order_kernel makes of where
     they start. Rows without keys and those behind the last sequence: dq = 0; their delta is not read."""
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     if EARLY_START:
         do_once(_START_NEXT)
-    LAST_FIRST: gl.constexpr = IS_CAUSAL and not RAGGED
+    BY_HOOKS: gl.constexpr = LEFT_BOUNDED or (RIGHT_BOUNDED and LAST_KEY is None)
+    LAST_FIRST: gl.constexpr = LAST_KEY is not None and not RAGGED  # they are the longest
     if RAGGED:
         tiles, heads = packed_tiles(seqlen_q, batch, BLOCK_M), heads_q
     else:
@@ -171,7 +169,7 @@ def bwd_dq_hopper_kernel(
         if RAGGED:  # behind the last sequence dO may be NaN
             n_all = gl.where(seqlen_k > 0, n_all, 0)
     else:
-        n_all = _blocks(gl.minimum(start_m + BLOCK_M, seqlen_q), seqlen_k - seqlen_q, seqlen_k, BLOCK_N, IS_CAUSAL)
+        n_all = _blocks(gl.minimum(start_m + BLOCK_M, seqlen_q), seqlen_k - seqlen_q, seqlen_k, BLOCK_N, LAST_KEY)
         below = n_all
     o += b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
     dlse += b.to(gl.int64) * stride_dlseb + h.to(gl.int64) * stride_dlseh
@@ -202,7 +200,7 @@ def bwd_dq_hopper_kernel(
     tile = Tile(b, h, heads_q, h // group, start_m, below, n_all, packed)
     call = Call(stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k, window, qk_scale, softmax_scale)
     form: gl.constexpr = Form(
-        GROUPS=GROUPS, BLOCK_N=BLOCK_N, K_STAGES=K_STAGES, V_STAGES=V_STAGES, HEAD_DIM_V=HEAD_DIM_V, IS_CAUSAL=IS_CAUSAL,
+        GROUPS=GROUPS, BLOCK_N=BLOCK_N, K_STAGES=K_STAGES, V_STAGES=V_STAGES, HEAD_DIM_V=HEAD_DIM_V, LAST_KEY=LAST_KEY,
         BY_HOOKS=BY_HOOKS, BLOCKS_BELOW=BLOCKS_BELOW, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, LEFT_BOUNDED=LEFT_BOUNDED,
         RIGHT_BOUNDED=RIGHT_BOUNDED,
     )  # fmt: skip
@@ -249,7 +247,7 @@ VARIANT = Variant(
     grid=lambda problem, config, _sm_count, _early: problem.query_tiles(space.rows(config)) * problem.heads_q,
     constants=lambda spec, config: {
         **part_dims(spec, config),
-        "CONSUMER_REGISTERS": space.REGISTERS[config["GROUPS"]], "BY_HOOKS": spec.mask not in ("full", "causal"),
+        "CONSUMER_REGISTERS": space.REGISTERS[config["GROUPS"]],
     },
     min_arch=90,
     max_arch=90,

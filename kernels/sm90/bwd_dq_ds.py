@@ -31,7 +31,7 @@ class Form(NamedTuple):
     GROUPS: gl.constexpr
     BLOCK_N: gl.constexpr
     STAGES: gl.constexpr
-    IS_CAUSAL: gl.constexpr
+    LAST_KEY: gl.constexpr  #: or None
 
 
 class Shared(NamedTuple):
@@ -56,8 +56,8 @@ class Tile(NamedTuple):
 def _blocks(rows_end, seqlen_q, seqlen_k, form):
     """How many key blocks the rows below rows_end see."""
     end = seqlen_k
-    if form.IS_CAUSAL:
-        end = gl.maximum(gl.minimum(gl.minimum(rows_end, seqlen_q) + (seqlen_k - seqlen_q), seqlen_k), 0)
+    if form.LAST_KEY is not None:
+        end = gl.maximum(form.LAST_KEY(gl.minimum(rows_end, seqlen_q), seqlen_k - seqlen_q, seqlen_k), 0)
     return gl.cdiv(end, form.BLOCK_N)
 
 
@@ -97,7 +97,7 @@ def _consume(dq, smem, ready, empty, tile, softmax_scale, seqlen_q, seqlen_k, CO
     """One group: rows [start_m + CONSUMER * ROWS, + ROWS) of one head."""
     first = tile.start_m + CONSUMER * ROWS
     n_blocks = tile.n_all
-    if form.IS_CAUSAL:
+    if form.LAST_KEY is not None:
         n_blocks = gl.minimum(_blocks(first + ROWS, seqlen_q, seqlen_k, form), tile.n_all)
         for j in range(tile.n_all - n_blocks):  # blocks that only later groups see; dS of these is not there
             stage = j % form.STAGES
@@ -118,23 +118,23 @@ def _consume(dq, smem, ready, empty, tile, softmax_scale, seqlen_q, seqlen_k, CO
 @gluon.jit
 def bwd_dq_ds_hopper_kernel(
     k, ds, dq, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k, k_rest, dq_rest,
-    BLOCK_D: gl.constexpr, REST_D: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr, REST_D: gl.constexpr, LAST_KEY: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """k [B, Hkv, Sk, D], ds [B, Hq, keys, rows] (dS transposed, in whole blocks; those that the mask hides hold anything) by
-    descriptors -> dq [B, Hq, Sq, D]. The heads whose dS was written last are the first, as the L2 still holds it; causal: of a
-    head the longest tiles."""
+    descriptors -> dq [B, Hq, Sq, D]. The heads whose dS was written last are the first, as the L2 still holds it. Rows see
+    all keys up to one, LAST_KEY of the mask, in which case the longest tiles of a head are first, or all."""
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     tiles = gl.cdiv(seqlen_q, BLOCK_M)
     head = gl.program_id(0) // tiles
     number = gl.program_id(0) - head * tiles
-    if IS_CAUSAL:
+    if LAST_KEY is not None:
         number = tiles - 1 - number
     head = batch * heads_q - 1 - head
     b = head // heads_q
     h = head - b * heads_q
     start_m = number * BLOCK_M
-    form: gl.constexpr = Form(GROUPS=GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES, IS_CAUSAL=IS_CAUSAL)
+    form: gl.constexpr = Form(GROUPS=GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES, LAST_KEY=LAST_KEY)
     tile = Tile(b, h, h // group, start_m, _blocks(start_m + BLOCK_M, seqlen_q, seqlen_k, form))
     k, dq = descriptors_of(k, k_rest), descriptors_of(dq, dq_rest)
     k_smem = shared_for(k, STAGES, BLOCK_N, BLOCK_D, REST_D)

@@ -138,7 +138,7 @@ def bwd_dq_hopper_split_kernel(
     tile = Tile(b, h, heads_q, h // group, start_m, below, n_all, ())
     call = Call(stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k, window, qk_scale, softmax_scale)
     form: gl.constexpr = Form(
-        GROUPS=GROUPS, BLOCK_N=BLOCK_N, K_STAGES=K_STAGES, V_STAGES=V_STAGES, HEAD_DIM_V=HEAD_DIM_V, IS_CAUSAL=False,
+        GROUPS=GROUPS, BLOCK_N=BLOCK_N, K_STAGES=K_STAGES, V_STAGES=V_STAGES, HEAD_DIM_V=HEAD_DIM_V, LAST_KEY=None,
         BY_HOOKS=True, BLOCKS_BELOW=BLOCKS_BELOW, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, LEFT_BOUNDED=LEFT_BOUNDED,
         RIGHT_BOUNDED=RIGHT_BOUNDED,
     )  # fmt: skip

@@ -41,7 +41,8 @@ def bwd_finish_hopper_kernel(
     [64, PERMUTED_COLUMNS] in the register order of a wgmma accumulator (sm90/bwd_fused.py). BLOCK_R is a multiple of 64 that
     divides rows_padded. Columns from USED_COLUMNS on, the last words of each 64 rows, are not read. flags int32, only if
     FINISH_BESIDE: behind those of rows (sm90/bwd_beside.py), [B, Hq] counts of the tiles that have added to dQ of a head.
-    RAGGED: as sm90/bwd_fused.py has it, counts as kernels/lib/hopper_sums.py; rows behind the last sequence: dq = 0."""
+    RAGGED: as sm90/bwd_fused.py has it, counts as kernels/lib/hopper_dq_accumulation.py; rows behind the last
+    sequence: dq = 0."""
     tiles = rows_padded // BLOCK_R if RAGGED else tl.cdiv(seqlen_q, BLOCK_R)
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R

@@ -16,6 +16,7 @@ from fa2tune.kernels.lib.hopper import (
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at
 from fa2tune.kernels.lib.hopper_concatenated import consume_concatenated
+from fa2tune.kernels.lib.hopper_dq_accumulation import DONE, add, hand_over, make_tiles_done, reduce_dq
 from fa2tune.kernels.lib.hopper_fused import (
     ALL_GROUPS,
     BLOCK_N,
@@ -59,7 +60,6 @@ from fa2tune.kernels.lib.hopper_parts import (
     tiles_in,
     zeros_for,
 )
-from fa2tune.kernels.lib.hopper_sums import DONE, add, hand_over, make_tiles_done, reduce_dq
 from fa2tune.kernels.lib.hopper_tiles import (
     first_number,
     laps_behind,
@@ -237,7 +237,7 @@ def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CON
                 if total > 0:
                     reduce_dq(sums, words, pieces, smem, tile.b, h_dq, row_dq, call, CONSUMER, form)
             mbarrier.arrive(barriers.k_empty.index(0), count=1, pred=total > 0)
-            if form.TELLS:
+            if form.SIGNALS:
                 mbarrier.arrive(tiles_done.index(lap % DONE), count=1)
             if form.REDUCE == "tma" and not form.DQ_BEHIND:
                 if total > 0:  # the last piece has left this memory
@@ -334,8 +334,8 @@ def bwd_fused_hopper_kernel(
     ADDS: gl.constexpr = REDUCE == "tma" and not DQ_BEHIND
     barriers = make_barriers(STAGES, DS_STAGES, PARTS, K_STAGES, DQ_BEHIND)
     channel = make_tile_channel(PARTS + 1 if ADDS or FINISH_BESIDE else PARTS, DYNAMIC)
-    TELLS: gl.constexpr = FINISH_BESIDE and not ADDS
-    tiles_done = make_tiles_done(PARTS, TELLS)
+    SIGNALS: gl.constexpr = FINISH_BESIDE and not ADDS
+    tiles_done = make_tiles_done(PARTS, SIGNALS)
     heads = heads_q if RAGGED else batch * heads_q
     counts = flags + heads * (rows_padded // CHUNK)
     if IN_ORDER:
@@ -350,7 +350,7 @@ def bwd_fused_hopper_kernel(
         BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D, TILE_ROWS=TILE_ROWS, PARTS=PARTS, STAGES=STAGES, K_STAGES=K_STAGES,
         DS_STAGES=DS_STAGES, OUT_STAGES=OUT_STAGES, REDUCE=REDUCE, SCORES_AHEAD=SCORES_AHEAD,
         EXPONENTIALS_FIRST=EXPONENTIALS_FIRST, DQ_BEHIND=DQ_BEHIND, PAIRS=PAIRS, DYNAMIC=DYNAMIC, BESIDE=BESIDE,
-        EARLY_START=EARLY_START, CONCATENATED=CONCATENATED, ADDS=ADDS, COUNTS=FINISH_BESIDE, TELLS=TELLS, RAGGED=RAGGED,
+        EARLY_START=EARLY_START, CONCATENATED=CONCATENATED, ADDS=ADDS, COUNTS=FINISH_BESIDE, SIGNALS=SIGNALS, RAGGED=RAGGED,
         IN_ORDER=IN_ORDER,
         QUERY_BLOCKS=QUERY_BLOCKS, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from fa2tune.kernels.lib.hopper import (
 )
 from fa2tune.kernels.lib.hopper_parts import product_of_rows, tiles_in
 from fa2tune.search_spaces.sm90 import bwd_one_tile as space
-from fa2tune.spec.variant import Variant
+from fa2tune.spec.variant import WARP_THREADS, Variant
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -113,8 +113,8 @@ def _layout(rows, columns, warps):
 @gluon.constexpr_function
 def _rows_layout(columns, warps):
     """Rows of so many columns, 16 bytes a thread."""
-    across = min(32, columns // 8)
-    return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
+    across = min(WARP_THREADS, columns // 8)
+    return gl.BlockedLayout([1, 8], [WARP_THREADS // across, across], [warps, 1], [1, 0])
 
 
 @gluon.jit

@@ -19,6 +19,7 @@ from fa2tune.kernels.lib.hopper_forward import (
     hand_back,
     heads_in_band,
     of_carried,
+    pairs_suit,
     pass_by,
     pass_turn_on,
     q_again,
@@ -29,7 +30,6 @@ from fa2tune.kernels.lib.hopper_forward import (
     to_carry,
     turns_of,
     where_seen,
-    words_suit,
 )
 from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys
 from fa2tune.kernels.lib.hopper_parts import (
@@ -104,7 +104,7 @@ def _one_tile(
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_N)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
-    AS_WORDS: gl.constexpr = words_suit(form.WIDEST, form.RIGHT_BOUNDED)
+    AS_PAIRS: gl.constexpr = pairs_suit(form.WIDEST, form.RIGHT_BOUNDED)
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
     window = call.window
     if form.Q_STAGES > 1:
@@ -168,7 +168,7 @@ def _one_tile(
         peak = gl.where(bounded, bound - HEADROOM, peak)
     weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
     total = sum_parts(weights)
-    p = to_carry(weights, dtype, p_layout, AS_WORDS)
+    p = to_carry(weights, dtype, p_layout, AS_PAIRS)
     acc = zeros_for(smem.v, ROWS)
     seen = Seen(rows, offset, seqlen_k, window, below, done)
     if form.RIGHT_BOUNDED:

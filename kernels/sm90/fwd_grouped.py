@@ -23,13 +23,13 @@ from fa2tune.kernels.lib.hopper_forward import (
     hand_back,
     heads_in_band,
     of_carried,
+    pairs_suit,
     pass_turn_on,
     quotients,
     repack,
     sum_parts,
     to_carry,
     turns_of,
-    words_suit,
 )
 from fa2tune.kernels.lib.hopper_grouped import (
     members_of,
@@ -83,7 +83,7 @@ def _one_tile(
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_N)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
-    AS_WORDS: gl.constexpr = words_suit(form.WIDEST, form.RIGHT_BOUNDED)
+    AS_PAIRS: gl.constexpr = pairs_suit(form.WIDEST, form.RIGHT_BOUNDED)
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
     window = call.window
     offset = seqlen_k - seqlen_q  # bottom-right: query i sees keys up to i + offset
@@ -121,7 +121,7 @@ def _one_tile(
     peak = gl.maximum(gl.max(s, 1) * qk_scale, LOWEST)
     weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
     total = sum_parts(weights)
-    p = to_carry(weights, dtype, p_layout, AS_WORDS)
+    p = to_carry(weights, dtype, p_layout, AS_PAIRS)
     acc = zeros_for(smem.v, ROWS)
     seen = Seen(rows, offset, seqlen_k, window, below, done)
     if form.RIGHT_BOUNDED:

@@ -4,7 +4,6 @@ from fa2tune.spec.problem import Config, Specialization, padded_head_dim
 from fa2tune.spec.variant import Constraint
 
 NAME = "sm80"  #: the implementation that these kernels' configs name
-THREADS = 32  #: of a warp
 #: Bytes of shared memory a block may have, by compute capability; others have 99 KiB or are not served
 SHARED_BYTES = {80: 163 * 1024, 87: 163 * 1024, 90: 227 * 1024}
 LEAST_SHARED_BYTES = 99 * 1024

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
-from fa2tune.spec.variant import DESCRIPTOR, POINTER, Constraint, SearchSpace
+from fa2tune.spec.variant import DESCRIPTOR, POINTER, WARP_THREADS, Constraint, SearchSpace
 
 #: padded head dim, at least 64 -> (BLOCK_M, BLOCK_N, num_warps, num_stages). Tables for compute capability 9.0 and 10.0 are the
 #: best of a sweep at length 8192 on an H200 (docs/experiments.md).
@@ -79,7 +79,7 @@ def accumulators_fit(name: str, elements: Callable[[Config, int, int], int], per
         f"more than {per_thread} float32 accumulators per thread leave too few of its 255 registers for operands, and spill",
         lambda config, spec, arch: (
             elements(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
-            <= per_thread * 32 * config["num_warps"]
+            <= per_thread * WARP_THREADS * config["num_warps"]
         ),
     )
 
@@ -96,7 +96,7 @@ def tiles_fit(bytes_needed: Callable[[Config, int, int, int], int]) -> Constrain
     )
 
 
-def tiles_beside(kept: str, passing: str) -> Constraint:
+def loop_tiles_fit(kept: str, passing: str) -> Constraint:
     """``tiles_fit`` of a backward: ``kept`` names the block whose two tiles stay, ``passing`` that of the loop's."""
     return tiles_fit(
         lambda c, d, dv, size: size * (c[kept] * (d + dv) + c[passing] * (d + dv) * max(1, c["num_stages"] - 1))
@@ -106,7 +106,7 @@ def tiles_beside(kept: str, passing: str) -> Constraint:
 REGISTER_CAP_BINDS = Constraint(
     "register_cap_binds",
     "the block size limits the registers of a thread (16 warps: 128); a cap at or above that limit changes nothing",
-    lambda config, spec, arch: config["maxnreg"] == 0 or config["maxnreg"] * 32 * config["num_warps"] < 65536,
+    lambda config, spec, arch: config["maxnreg"] == 0 or config["maxnreg"] * WARP_THREADS * config["num_warps"] < 65536,
 )
 
 
@@ -160,7 +160,7 @@ def keys_space(name: str, default: Default) -> SearchSpace:
         stages=(1, 2, 3),
         own=(
             accumulators_fit("dk_dv_s_dp", lambda c, d, dv: c["BLOCK_N"] * (d + dv + 2 * c["BLOCK_M"]), 288),
-            tiles_beside("BLOCK_N", "BLOCK_M"),
+            loop_tiles_fit("BLOCK_N", "BLOCK_M"),
         ),
         default=default,
     )

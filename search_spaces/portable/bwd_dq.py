@@ -3,10 +3,10 @@
 from fa2tune.search_spaces.lib.common import (
     Default,
     accumulators_fit,
+    loop_tiles_fit,
     register_cap_holds,
     rows_per_warp,
     tile_space,
-    tiles_beside,
 )
 
 DEFAULT = Default(
@@ -27,7 +27,7 @@ SPACE = tile_space(
         register_cap_holds(lambda d, dv: d),
         rows_per_warp("BLOCK_M"),
         accumulators_fit("dq_s_dp", lambda c, d, dv: c["BLOCK_M"] * (d + 2 * c["BLOCK_N"]), 256),
-        tiles_beside("BLOCK_M", "BLOCK_N"),
+        loop_tiles_fit("BLOCK_M", "BLOCK_N"),
     ),
     default=DEFAULT,
 )

@@ -4,7 +4,6 @@ from fa2tune.search_spaces.lib.ampere import (
     COPIES_ARE_ALIGNED,
     NAME,
     SIXTEEN_BIT,
-    THREADS,
     WITHOUT_WGMMA,
     block_dims,
     register_cap_leaves,
@@ -12,7 +11,7 @@ from fa2tune.search_spaces.lib.ampere import (
 )
 from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts
-from fa2tune.spec.variant import Constraint, SearchSpace, added
+from fa2tune.spec.variant import WARP_THREADS, Constraint, SearchSpace, added
 
 STEP = 16  #: rows or columns of a product's operands that are in registers at once
 ROW_UNIT = 128  #: query rows of the workspaces are whole multiples: whole blocks, of any config
@@ -53,7 +52,7 @@ def live_registers(config: Config, spec: Specialization) -> int:
     held = n * dv // 2 * config["SCORE_WARPS"] if config.get("V_IN_REGISTERS") else 0  # two to a register
     return int(
         (n * (d + dv) + held + max((1 if config["P_THROUGH"] == "one" else 2) * m * n, m * d))
-        // (config["num_warps"] * THREADS)
+        // (config["num_warps"] * WARP_THREADS)
     )
 
 

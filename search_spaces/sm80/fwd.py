@@ -4,7 +4,6 @@ from fa2tune.search_spaces.lib.ampere import (
     COPIES_ARE_ALIGNED,
     NAME,
     SIXTEEN_BIT,
-    THREADS,
     WITHOUT_WGMMA,
     block_dims,
     register_cap_leaves,
@@ -12,7 +11,7 @@ from fa2tune.search_spaces.lib.ampere import (
 )
 from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS, rows_per_warp
 from fa2tune.spec.problem import Config, Specialization, head_dim_parts
-from fa2tune.spec.variant import Constraint, SearchSpace, added
+from fa2tune.spec.variant import WARP_THREADS, Constraint, SearchSpace, added
 
 STEP = 16  #: columns of Q and K that are in registers at once, where Q is read from shared memory
 
@@ -46,7 +45,7 @@ def live_registers(config: Config, spec: Specialization) -> int:
     """Of a thread through the loop: output, scores, and Q where it stays."""
     q = block_dims(spec)[0] // 2 if config["Q_IN_REGISTERS"] else 0  # two to a register
     held = config["BLOCK_M"] * (sum(head_dim_parts(spec.head_dim_v)) + config["BLOCK_N"] + q)
-    return int(held // (config["num_warps"] * THREADS))
+    return int(held // (config["num_warps"] * WARP_THREADS))
 
 
 def default(spec: Specialization, arch: int) -> Config:

@@ -22,9 +22,9 @@ MOST_STAGES = 4
 
 
 def fits(spec: Specialization, arch: int) -> bool:
-    """Whether the kernel, and the one behind it, can compute such a call."""
+    """Whether the kernel, and the one behind it, can compute such a call, if they can its mask."""
     able = arch == 90 and spec.dtype != "fp32" and spec.aligned and not spec.ragged and spec.score == "none"
-    return able and max(block_dims(spec)) > 128 and spec.mask in ("full", "causal")
+    return able and max(block_dims(spec)) > 128
 
 
 def config_of(spec: Specialization, stages: int = 2, p_stages: int = 1, heads: int = 1) -> Config:

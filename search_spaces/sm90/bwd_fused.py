@@ -110,7 +110,7 @@ def padded_rows(problem: Problem) -> int:
     return problem.extent.tiles(1, problem.seqlen_q, CHUNK) * CHUNK
 
 
-def joined(config: Config) -> bool:
+def concatenated(config: Config) -> bool:
     """Whether both groups are one partition."""
     return bool(config["num_warps"] == 8)
 
@@ -118,7 +118,7 @@ def joined(config: Config) -> bool:
 def derived(spec: Specialization, config: Config) -> dict[str, Any]:
     """What the kernel and its descriptors get besides the config."""
     block_m, d = config["BLOCK_M"], columns(spec, config)
-    one = joined(config)
+    one = concatenated(config)
     return {
         "BLOCK_D": d,
         **dict(zip(("PART_D", "REST_D"), parts(spec, config), strict=True)),
@@ -172,7 +172,7 @@ def keys_worked(problem: Problem) -> int:
 def permuted_columns(spec: Specialization, config: Config) -> int:
     """Columns of a piece of sums in register order."""
     found = columns(spec, config)
-    return min(PIECE, found) if joined(config) else int(config["BLOCK_M"] * found // 128)
+    return min(PIECE, found) if concatenated(config) else int(config["BLOCK_M"] * found // 128)
 
 
 #: What packed sequences need: the producer determines the next tile and its place, and passes both to the groups.
@@ -214,7 +214,7 @@ def fitted(spec: Specialization, config: Config) -> Config:
     if apart_pays(spec):
         return with_v_apart(config)
     if not has_parts(spec) or max(block_dims(spec)) == 64:
-        loop = NARROW_LOOP if is_narrow(spec) and config["PERSISTENT"] and not joined(config) else {}
+        loop = NARROW_LOOP if is_narrow(spec) and config["PERSISTENT"] and not concatenated(config) else {}
         return {**config, **loop, "IN_PARTS": False, "NARROW": is_narrow(spec)}
     heads = 16 if config["HEADS_PER_WAVE"] == 1 else config["HEADS_PER_WAVE"]
     return {**config, **PARTS_LOOP, "IN_PARTS": True, "NARROW": False, "HEADS_PER_WAVE": heads, "num_warps": 4}
@@ -227,7 +227,7 @@ def shared_bytes(config: Config, spec: Specialization) -> int:
     rings = config["STAGES"] * 2 * m * (d + dv + 2 * TERM_COLUMNS)  # Q and dO, each with its terms
     ds = (2 if together else 3) * 2 * keys * m
     out = 4 * m * d if config["REDUCE"] == "tma" else 2 * keys * d
-    if config.get("V_APART") or (config["REDUCE"] != "tma" and together and not joined(config)):
+    if config.get("V_APART") or (config["REDUCE"] != "tma" and together and not concatenated(config)):
         out += 2 * keys * dv
     more = ARGUMENT_BYTES if config.get("IN_PARTS") else 0
     return int(2 * keys * (derived(spec, config)["K_STAGES"] * d + dv) + rings + ds + out) + BARRIER_BYTES + more
@@ -304,28 +304,32 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "parts_are_added_apart",
-            "in parts a group's piece of dQ is of one part, which is no block that a TMA could add, and joined groups share",
-            lambda config, spec, arch: not config["IN_PARTS"] or (config["REDUCE"] == "vector" and not joined(config)),
+            "in parts a group's piece of dQ is of one part, no block that a TMA could add; concatenated groups share one",
+            lambda config, spec, arch: (
+                not config["IN_PARTS"] or (config["REDUCE"] == "vector" and not concatenated(config))
+            ),
         ),
         Constraint(
             "half_blocks_if_joined",
             "at 64 columns a block of 64 queries has the barriers of a whole block for half the work; it is faster only at "
-            "lengths up to 2048, with joined groups (their keys concatenated) and vector reductions",
+            "lengths up to 2048, with concatenated groups (one partition has the keys of both) and vector reductions",
             lambda config, spec, arch: (
                 max(columns(spec, config), sum(parts_v(spec, config))) > 64
                 or config["BLOCK_M"] == 128
-                or (config["REDUCE"] == "vector" and joined(config))
+                or (config["REDUCE"] == "vector" and concatenated(config))
             ),
         ),
         Constraint(
             "joined_groups_go_together",
-            "joined groups synchronise twice per block, so they cannot run apart, which the other orders are for",
-            lambda config, spec, arch: not joined(config) or config["ORDER"] == "together",
+            "concatenated groups synchronise twice per block, so they cannot run apart, which the other orders are for",
+            lambda config, spec, arch: not concatenated(config) or config["ORDER"] == "together",
         ),
         Constraint(
             "joined_groups_at_64_columns",
             "5 to 15 % slower than separate groups, except with the half blocks of short problems",
-            lambda config, spec, arch: not joined(config) or columns(spec, config) > 64 or config["BLOCK_M"] == 64,
+            lambda config, spec, arch: (
+                not concatenated(config) or columns(spec, config) > 64 or config["BLOCK_M"] == 64
+            ),
         ),
         Constraint(
             "orders_are_for_persistent_programs",

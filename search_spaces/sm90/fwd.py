@@ -103,7 +103,7 @@ def fitted(spec: Specialization, config: Config) -> Config:
 
 def _with_room(spec: Specialization, config: Config) -> Config:
     """With the room for O and the stages that fit beside it."""
-    o = next(_ways_of_o(spec, config, 2), config["O_THROUGH"])
+    o = next(_paths_of_o(spec, config, 2), config["O_THROUGH"])
     stages = max(count for count in (2, 3) if count == 2 or _shared_bytes(config, spec, 3, o) <= _shared_limit(config))
     return {**config, "O_THROUGH": o, "STAGES": stages}
 
@@ -153,20 +153,20 @@ def _roomier(spec: Specialization, config: Config) -> Config:
     if (
         config["BLOCK_N"] == 64
         and _live_registers(longer, spec) <= registers(longer) - SPARE_REGISTERS
-        and any(_ways_of_o(spec, longer, 2))
-        and not any(_ways_of_o(spec, {**longer, **padded}, 2))
+        and any(_paths_of_o(spec, longer, 2))
+        and not any(_paths_of_o(spec, {**longer, **padded}, 2))
     ):
         return longer
     ahead = {**config, "Q_STAGES": 2}
-    gained = "own" in _ways_of_o(spec, ahead, 3) and "own" not in _ways_of_o(spec, {**ahead, **padded}, 3)
+    gained = "own" in _paths_of_o(spec, ahead, 3) and "own" not in _paths_of_o(spec, {**ahead, **padded}, 3)
     return ahead if gained else config
 
 
-def _ways_of_o(spec: Specialization, config: Config, stages: int) -> Iterator[str]:
+def _paths_of_o(spec: Specialization, config: Config, stages: int) -> Iterator[str]:
     """What O may go through beside so many stages, the best first: its own memory, then as the config has it."""
-    ways = dict.fromkeys(("own", config["O_THROUGH"], "halves", "q"))
+    paths = dict.fromkeys(("own", config["O_THROUGH"], "halves", "q"))
     return (
-        o for o in ways
+        o for o in paths
         if _o_has_the_shape(spec, {**config, "O_THROUGH": o})
         and (o != "q" or config["Q_STAGES"] == 1)
         and _shared_bytes(config, spec, stages, o) <= _shared_limit(config)

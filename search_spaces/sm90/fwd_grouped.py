@@ -12,7 +12,7 @@ ROWS = (64, 128)
 #: BLOCK_M -> programs that a multiprocessor holds at once, maxnreg for that, and registers that a consumer thread gets then.
 HELD = {64: (2, 128, 232), 128: (1, 0, 240)}
 #: Of a consumer thread, beside its tiles: with fewer ptxas spills; and at the launch beside a product.
-SPARE_REGISTERS, BESIDE_A_PRODUCT = 32, 30
+SPARE_REGISTERS, PRODUCT_REGISTERS = 32, 30
 #: Keys of a block.
 KEYS = (64, 128)
 #: Query heads of a key head that are rows of one tile, the last of them perhaps not there.
@@ -38,7 +38,7 @@ def fits(spec: Specialization, config: Config) -> bool:
     own = rows * dv if config["O_THROUGH"] == "own" else 0
     shared = 2 * (rows * d + own + config["STAGES"] * keys * (d + dv)) + BARRIER_BYTES
     live = keys // 2 + dv // 2 + keys // 4 + (d // 4 if config["Q_IN_REGISTERS"] else 0)
-    product = max(keys, blocks(spec)["BLOCK_DV"]) // 2 + BESIDE_A_PRODUCT
+    product = max(keys, blocks(spec)["BLOCK_DV"]) // 2 + PRODUCT_REGISTERS
     return (
         shared <= (SHARED_BYTES + 1024) // held - 1024
         and live <= registers - SPARE_REGISTERS

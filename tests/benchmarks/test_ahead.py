@@ -14,7 +14,7 @@ from benchmark_scripts import script
 from click.testing import CliRunner
 
 from fa2tune.compiling import compiler
-from fa2tune.launching import beside, ported
+from fa2tune.launching import overlapped, ported
 
 ahead = script("ahead")
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
@@ -74,10 +74,10 @@ def test_the_script_counts_or_compiles(calls: Path, monkeypatch: pytest.MonkeyPa
 
 def test_streams_beside_others_are_not_kept() -> None:
     """Keys of dQ in parts, and both kernels of the backward at a time."""
-    before = dict(beside.SIDES)
+    before = dict(overlapped.SIDES)
     found = ahead.launches(SCRIPTS / "dense_backwards.py", ["--keys", "--only", "64 queries"])
     assert {"sm90/bwd_dq_split", "bwd_dq_combine", "sm90/bwd_dkdv"} <= {variant.short_name for variant, _, _ in found}
-    assert before == beside.SIDES
+    assert before == overlapped.SIDES
 
 
 @pytest.mark.parametrize("seconds", ["55", "0.5"])

@@ -23,7 +23,7 @@ from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.fleet import precompile
 from fa2tune.launching import dq_parts
-from fa2tune.launching.beside import DQ_AT_ONCE
+from fa2tune.launching.overlapped import DQ_AT_ONCE
 from fa2tune.search_spaces.sm90 import bwd_dq_split
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, band

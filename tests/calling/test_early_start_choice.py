@@ -17,7 +17,7 @@ from fa2tune.calling.schedules import (
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import NoTritonError
 from fa2tune.fleet import precompile
-from fa2tune.launching import beside, group_parts
+from fa2tune.launching import group_parts, overlapped
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
@@ -143,7 +143,7 @@ def test_not_alone_on_a_side_stream() -> None:
     for problem in (posed(4, 6, 400, 400, 192, FULL), posed(2, 6, 721, 721, 256, FULL)):
         found = choices(problem)
         order = split_backward_schedule.order_of(problem, found, group_parts_schedule.parts(problem, found, H200), H200)
-        assert order == beside.DQ_FIRST
+        assert order == overlapped.DQ_FIRST
         assert not any(choice.config["EARLY_START"] for choice in found.values())
 
 

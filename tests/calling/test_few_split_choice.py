@@ -18,7 +18,7 @@ from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError, NoTritonError
 from fa2tune.fleet import precompile
 from fa2tune.gpus import Gpu
-from fa2tune.launching.beside import DQ_AT_ONCE
+from fa2tune.launching.overlapped import DQ_AT_ONCE
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, band
 from fa2tune.spec.problem import Problem

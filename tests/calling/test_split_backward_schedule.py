@@ -19,7 +19,7 @@ from fa2tune.calling.schedules import group_parts_schedule
 from fa2tune.calling.schedules import split_backward_schedule as schedule
 from fa2tune.calling.schedules.split_backward_schedule import Tiles
 from fa2tune.compiling.choice import Choice
-from fa2tune.launching.beside import DKDV_FIRST, DQ_AT_ONCE, DQ_FIRST, ORDERS
+from fa2tune.launching.overlapped import DKDV_FIRST, DQ_AT_ONCE, DQ_FIRST, ORDERS
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem

@@ -20,7 +20,7 @@ from fa2tune.compiling import compiler
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.fleet import precompile
 from fa2tune.launching import stored_ds
-from fa2tune.launching.beside import DKDV, DQ
+from fa2tune.launching.overlapped import DKDV, DQ
 from fa2tune.search_spaces.sm90 import bwd_dkdv_ds
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask

@@ -121,7 +121,7 @@ def test_a_row_of_64_columns_is_legal_in_32(dims: tuple[int, int], mask: str) ->
     for config in legal:
         found = FUSED.fitted(asked, config)
         assert limits.before_compile(FUSED, asked, found, H200) is None, (config, found)
-        loop = {} if bwd_fused.joined(config) or not config["PERSISTENT"] else bwd_fused.NARROW_LOOP
+        loop = {} if bwd_fused.concatenated(config) or not config["PERSISTENT"] else bwd_fused.NARROW_LOOP
         assert found == {**config, **loop, "NARROW": True}
     assert FUSED.space.default(asked, 90)["NARROW"]
 

@@ -13,6 +13,7 @@ import pytest
 
 from fa2tune.spec import maskfile, standins
 from fa2tune.spec.mask import Mask
+from fa2tune.spec.variant import OPTIONAL_HOOKS
 
 ROWS, BLOCK_M, BLOCK_N = (
     4,
@@ -59,6 +60,7 @@ def test_the_hooks_are_those_that_kernels_in_gluon_call() -> None:
     gluon = {name for name, hook in standins.run("masks.full").items()
              if isinstance(hook, standins.Kernel) and hook.is_gluon()}  # fmt: skip
     assert gluon == HOOKS_OF_GLUON
+    assert not gluon & set(OPTIONAL_HOOKS.values())
     assert {mask.name for mask in MASKS} >= {"full", "causal", "causal_top_left", "band", "chunked"}
 
 
@@ -184,3 +186,22 @@ def test_what_gluon_kernels_hide_of_transposed_weights(mask: Mask) -> None:
             weights = hide(np.ones((len(keys), 16)), keys, row, offset, seqlen_k, window, None)
             real = min(16, seqlen_q - row)
             assert ((weights[:, :real] == 1) == seen.T[:, row : row + real]).all()
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_rows_see_all_keys_up_to_the_last_one_of_a_mask_that_has_it(mask: Mask) -> None:
+    if "last_key" not in maskfile.hooks_of(mask.name):
+        return
+    last_key = hook(mask, "last_key")
+    for lengths in LENGTHS:
+        seqlen_q, seqlen_k = lengths
+        seen = visible(mask, *lengths, seqlen_q, seqlen_k)
+        rows, offset = np.arange(seqlen_q), seqlen_k - seqlen_q
+        assert (seen == (np.arange(seqlen_k) <= last_key(rows, offset, seqlen_k - 1)[:, None])).all()
+        for end in range(1, seqlen_q + 1):
+            counted = seen[:end].any(0).sum()
+            assert max(last_key(end, offset, seqlen_k), 0) == counted, "ends, of the end of rows"
+
+
+def test_causal_has_a_last_key() -> None:
+    assert {mask.name for mask in MASKS if "last_key" in maskfile.hooks_of(mask.name)} >= {"causal"}

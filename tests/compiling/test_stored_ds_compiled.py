@@ -13,9 +13,10 @@ from hopper_builds import Asked, Built, builder, chosen, written_under_way
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
+from fa2tune.launching import stored_ds
 from fa2tune.search_spaces.lib.hopper import SECTOR, part_dims
 from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dkdv_ds
-from fa2tune.spec.mask import FULL
+from fa2tune.spec.mask import FULL, Mask
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import Variant
 
@@ -105,9 +106,19 @@ def test_a_row_of_dk_and_dv_gives_it_stages_that_fit() -> None:
                 assert limits.before_compile(MAIN, spec, found, H200) is None
 
 
+@pytest.mark.parametrize("mask", [Mask("full"), Mask("causal"), Mask("causal_top_left"), Mask("band", 300, 0),
+                                  Mask("band", -1, 5), Mask("chunked", 64)], ids=str)  # fmt: skip
+def test_it_serves_masks_whose_rows_see_all_keys_up_to_one(mask: Mask) -> None:
+    problem = Problem("bf16", 1, 2, 2, 500, 700, 192, 192, mask)
+    served = mask.name in ("full", "causal")
+    why = registry.refused_mask(MAIN, problem.specialization)
+    assert stored_ds.able(problem, 90) == served == (why is None)
+    if why is not None:
+        assert why.endswith(f"computes masks without bounds or with a last key, and {mask.name} has bounds alone")
+
+
 def test_where_it_is_not_for() -> None:
-    for dims, mask in (((128, 128), "full"), ((192, 192), "band")):
-        assert not bwd_dkdv_ds.fits(Specialization("bf16", *dims, mask), 90)
+    assert not bwd_dkdv_ds.fits(Specialization("bf16", 128, 128, "full"), 90)
     spec = Specialization("bf16", 256, 256, "full")
     broken = MAIN.space.broken({**MAIN.space.default(spec, 90), "DQ_GROUPS": 3}, spec, 90)
     assert broken is not None and broken.name == "registers_hold_tiles"

@@ -12,7 +12,7 @@ from fa2tune.calling import dispatch
 from fa2tune.calling.schedules import group_parts_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import variant_named
-from fa2tune.launching import beside, passes
+from fa2tune.launching import overlapped, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import SPLIT, Problem
@@ -89,7 +89,7 @@ def test_head_dims(dtype: str, dims: tuple[int, int], mask: Mask) -> None:
             posed.check(posed.run(posed.plan(parts)))
 
 
-@pytest.mark.parametrize("order", ["", *beside.ORDERS])
+@pytest.mark.parametrize("order", ["", *overlapped.ORDERS])
 def test_bits_are_those_of_every_run_and_order(order: str) -> None:
     """Streams, a CUDA graph, and both kernels at a time."""
     posed = Posed(Problem("bf16", 3, 4, 2, 296, 3000, 216, 216, FULL))
@@ -102,7 +102,7 @@ def test_bits_are_those_of_every_run_and_order(order: str) -> None:
 
 def test_memory_that_is_given_out_again_at_once() -> None:
     posed = Posed(Problem("bf16", 3, 1, 1, 296, 5000, 256, 256, CAUSAL))
-    after, plan = posed.run(posed.plan(11)), posed.plan(11, beside.DQ_AT_ONCE)
+    after, plan = posed.run(posed.plan(11)), posed.plan(11, overlapped.DQ_AT_ONCE)
     check_memory_given_out_again(posed, plan, after, plan.kernels.size // 2)
 
 

@@ -16,7 +16,7 @@ from fa2tune.calling import dispatch
 from fa2tune.calling.schedules import fused_schedule
 from fa2tune.compiling import compiler
 from fa2tune.compiling.registry import portable_of
-from fa2tune.launching import beside, cuda, launch, passes
+from fa2tune.launching import cuda, launch, overlapped, passes
 from fa2tune.measuring import reference
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
@@ -211,7 +211,7 @@ def test_two_thousand_launches(case: Case, poisoned: bool) -> None:
         assert int(wrong) == 0, (queries, keys, batch)
 
 
-@pytest.mark.parametrize("order", ["", *beside.ORDERS])
+@pytest.mark.parametrize("order", ["", *overlapped.ORDERS])
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
 def test_split_kernels_have_the_same_bits(dim: int, mask: Mask, order: str) -> None:

@@ -13,7 +13,7 @@ from launches_on_gpu import check_memory_given_out_again, check_stream_and_graph
 import fa2tune
 from fa2tune.calling import choosing, dispatch
 from fa2tune.calling.schedules import group_parts_schedule, split_backward_schedule
-from fa2tune.launching import beside, passes
+from fa2tune.launching import overlapped, passes
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import SPLIT
@@ -66,7 +66,7 @@ class Posed:
         return plan(self.do, self.dlse, self.q, self.k, self.v, self.o, self.lse)
 
 
-@pytest.mark.parametrize("order", beside.ORDERS)
+@pytest.mark.parametrize("order", overlapped.ORDERS)
 @pytest.mark.parametrize(("dim", "mask"), [(256, CAUSAL), (192, FULL)], ids=str)
 def test_bits_of_packed_sequences_are_those_of_one_kernel_after_the_other(order: str, dim: int, mask: Mask) -> None:
     sides = ((40, 0, 134, 1, 70, 5, 300), (278, 30, 1900, 1, 64, 0, 300))
@@ -80,7 +80,7 @@ def test_bits_of_packed_sequences_are_those_of_one_kernel_after_the_other(order:
     whole, gradient = passes.in_one_batch(o), passes.in_one_batch(do)
     posed = passes.describe(*views, mask, scale, extent=extent, o=whole, do=gradient)
     choices = choosing.choose_backward(choosing.Chooser(posed, gpu), True)[1]
-    assert set(choices) == {beside.DQ, beside.DKDV}
+    assert set(choices) == {overlapped.DQ, overlapped.DKDV}
 
     def run(plan: passes.BackwardPlan) -> tuple[torch.Tensor, ...]:
         return plan(gradient, None, *views, whole, lse, *starts)
@@ -93,7 +93,7 @@ def test_bits_of_packed_sequences_are_those_of_one_kernel_after_the_other(order:
 
 @every
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
-@pytest.mark.parametrize("order", beside.ORDERS)
+@pytest.mark.parametrize("order", overlapped.ORDERS)
 def test_bits_are_those_of_one_kernel_after_the_other(call: tuple[Any, ...], with_dlse: bool, order: str) -> None:
     posed = Posed(call, with_dlse)
     after, plan = posed.run(posed.plan("")), posed.plan(order)
@@ -101,7 +101,7 @@ def test_bits_are_those_of_one_kernel_after_the_other(call: tuple[Any, ...], wit
         assert same(posed.run(plan), after)
 
 
-@pytest.mark.parametrize("order", beside.ORDERS)
+@pytest.mark.parametrize("order", overlapped.ORDERS)
 def test_on_another_stream_and_in_a_graph(order: str) -> None:
     posed = Posed(CALLS[0])
     after, plan = posed.run(posed.plan("")), posed.plan(order)
@@ -112,7 +112,7 @@ def test_on_another_stream_and_in_a_graph(order: str) -> None:
 @threaded
 def test_a_graph_is_captured_while_another_thread_launches() -> None:
     posed = Posed(CALLS[1])
-    after, plan = posed.run(posed.plan("")), posed.plan(beside.DQ_FIRST)
+    after, plan = posed.run(posed.plan("")), posed.plan(overlapped.DQ_FIRST)
     stop, right = threading.Event(), list[bool]()
 
     def launch() -> None:
@@ -143,7 +143,7 @@ def test_a_graph_is_captured_while_another_thread_launches() -> None:
 def test_two_threads(shared: bool) -> None:
     cases = [Posed(CALLS[0]), Posed(CALLS[3])]
     after = [one.run(one.plan("")) for one in cases]
-    plans = [one.plan(beside.DQ_AT_ONCE) for one in cases]
+    plans = [one.plan(overlapped.DQ_AT_ONCE) for one in cases]
     streams = [torch.cuda.Stream()] * 2 if shared else [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     right: list[bool] = []
@@ -161,7 +161,7 @@ def test_two_threads(shared: bool) -> None:
     assert len(right) == 400 and all(right)
 
 
-@pytest.mark.parametrize("order", beside.ORDERS)
+@pytest.mark.parametrize("order", overlapped.ORDERS)
 def test_memory_that_is_given_out_again_at_once(order: str) -> None:
     posed = Posed(CALLS[3])
     after, plan = posed.run(posed.plan("")), posed.plan(order)
@@ -169,7 +169,7 @@ def test_memory_that_is_given_out_again_at_once(order: str) -> None:
 
 
 @every
-@pytest.mark.parametrize("order", beside.ORDERS)
+@pytest.mark.parametrize("order", overlapped.ORDERS)
 def test_nan_in_fresh_memory_goes_nowhere(call: tuple[Any, ...], order: str) -> None:
     """Results and workspaces are filled with NaN on the stream, right before the kernels on both begin."""
     posed = Posed(call, with_dlse=True)
@@ -206,13 +206,13 @@ def test_through_the_public_call(deterministic: bool) -> None:
 
 def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     posed = Posed(CALLS[0])
-    after, plan = posed.run(posed.plan("")), posed.plan(beside.DQ_FIRST)
-    monkeypatch.setattr(beside, "KEPT", len(beside.SIDES))
+    after, plan = posed.run(posed.plan("")), posed.plan(overlapped.DQ_FIRST)
+    monkeypatch.setattr(overlapped, "KEPT", len(overlapped.SIDES))
     fresh = torch.cuda.Stream(priority=-1)
-    known = (0, fresh.cuda_stream) in beside.SIDES
+    known = (0, fresh.cuda_stream) in overlapped.SIDES
     with torch.cuda.stream(fresh):
         assert same(posed.run(plan), after)
-    assert known or (0, fresh.cuda_stream) not in beside.SIDES
+    assert known or (0, fresh.cuda_stream) not in overlapped.SIDES
 
 
 def test_every_gpu_has_sides_of_its_own() -> None:

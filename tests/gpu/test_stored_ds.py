@@ -13,7 +13,7 @@ import fa2tune
 from fa2tune.calling import backward_plans, choosing, dispatch
 from fa2tune.calling.schedules import stored_ds_schedule
 from fa2tune.launching import passes, stored_ds
-from fa2tune.launching.beside import DKDV
+from fa2tune.launching.overlapped import DKDV
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.score import NONE

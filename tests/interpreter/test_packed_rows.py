@@ -80,7 +80,7 @@ def test_terms_of_each_sequence(causal: bool, softmax_scale: float) -> None:
 
 @pytest.mark.parametrize("columns", [DIM // 2, DIM])
 def test_sums_come_back_to_their_rows(columns: int) -> None:
-    """In register order: of 64 rows a piece of so many columns after the other (kernels/lib/hopper_sums.py)."""
+    """In register order: of 64 rows a piece of so many columns after the other (kernels/lib/hopper_dq_accumulation.py)."""
     torch.manual_seed(0)
     sums = torch.full((HEADS, PADDED, DIM), math.nan)
     for _, rows, padded, _ in places():

@@ -415,7 +415,7 @@ def test_a_chain_places_tensors_and_workspaces(driver: Driver, monkeypatch: pyte
     block = torch.empty(1000, dtype=torch.uint8)
     tensors = [torch.empty(3), torch.empty(5), block]
     within = launch.Workspace((2, 5), torch.float32, 512)
-    places: list[list[launch.Place]] = [[0, within], [within, 1]]
+    places: list[list[launch.TensorPlace]] = [[0, within], [within, 1]]
     recorders = [Recorder("first"), Recorder("second")]
     chain = launch.chain(list(zip(recorders, places, strict=True)), 0)
     for _ in range(2):

@@ -13,7 +13,7 @@ from test_computed_in_python import SCALE, Call, compare, gradient_of_lse, input
 
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import variant_named
-from fa2tune.launching import beside, dq_parts, passes
+from fa2tune.launching import dq_parts, overlapped, passes
 from fa2tune.search_spaces.sm90 import bwd_dq_split
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
@@ -97,7 +97,7 @@ def test_with_groups_in_parts_and_both_kernels_at_a_time(gpu: PythonGpu) -> None
     after, right, _ = backward(gpu, call, parts)
     compare(after, right)
     gpu.bound.clear()
-    found, *_ = backward(gpu, call, parts, beside.DQ_FIRST)
+    found, *_ = backward(gpu, call, parts, overlapped.DQ_FIRST)
     assert all(torch.equal(found[name], after[name]) for name in found)
 
 

@@ -319,7 +319,7 @@ def test_a_guess_is_near_what_the_compiler_makes_of_it() -> None:
     ):
         binary = compiler.build(variant, spec, config, 90)
         guess = prior.Guess(variant, spec, [config], H200)
-        loop = model.both_ways(sass.counts(binary.cubin_path))[0]
+        loop = model.plain_and_masked(sass.counts(binary.cubin_path))[0]
         assert guess.shared_bytes()[0, 0] == pytest.approx(binary.shared_bytes, rel=0.05)
         assert guess.registers()[0][0, 0] == pytest.approx(binary.registers, rel=0.25)
         counts = guess.candidates().counts

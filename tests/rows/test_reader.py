@@ -262,7 +262,7 @@ def test_shipped_rows_are_checked_when_they_are_asked_for(
     monkeypatch.setattr(record, "decode", lambda one: decoded.append(one) or real(one))
     (layer,) = reader.layers()
     rows = layer.rows
-    assert isinstance(rows, reader.Rows) and len(rows) == 4 and not decoded
+    assert isinstance(rows, reader.ShippedRows) and len(rows) == 4 and not decoded
     assert rows.of(90, "fwd", mask=("causal", "none")) == [FULL] == rows.of(90, "fwd", mask=("causal",))
     assert len(decoded) == 1 and not rows.of(12, "fwd") and not rows.of(90, "bwd")
     assert list(rows) == reader.read(path) and rows[0] in held
@@ -270,7 +270,7 @@ def test_shipped_rows_are_checked_when_they_are_asked_for(
     execute(path, "UPDATE rows SET gpu = '' WHERE kernel = 'bwd_dq'")
     (layer,) = reader.layers()
     with caplog.at_level(logging.WARNING, "fa2tune"):
-        assert isinstance(layer.rows, reader.Rows) and layer.rows.of(80, "fwd") == [BARE]
+        assert isinstance(layer.rows, reader.ShippedRows) and layer.rows.of(80, "fwd") == [BARE]
         assert layer.rows.of(90, "bwd_dq") == [] == list(layer.rows) == layer.rows.of(80, "fwd")
     (said,) = [entry.message for entry in caplog.records]
     assert said.startswith(f"shipped layer skipped: cache file {path}: row ") and "column gpu" in said

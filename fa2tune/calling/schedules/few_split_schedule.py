@@ -3,7 +3,8 @@ arithmetic on the host, no GPU.
 
 Of few tiles the fused kernel takes as long as the key tile that meets most query blocks, at five products a block. Of the split
 ones dK/dV's has four and dQ's three. Where all tiles of both fit the GPU at once, they take as long as the longest of either
-(``launching/beside.py``: dQ's kernel with delta, then dK/dV's). Head dims up to 64 have no such kernel for dQ of short lengths.
+(``launching/overlapped.py``: dQ's kernel with delta, then dK/dV's). Head dims up to 64 have no such kernel for dQ of short
+lengths.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Mapping
 from fa2tune.calling.schedules import fused_schedule, split_backward_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
-from fa2tune.launching.beside import DKDV, DQ
-from fa2tune.launching.passes import SUMS_DQ
+from fa2tune.launching.overlapped import DKDV, DQ
+from fa2tune.launching.passes import ACCUMULATES_DQ
 from fa2tune.search_spaces.lib.hopper import block_dims, columns
 from fa2tune.search_spaces.sm90 import bwd_dq, bwd_one_tile
 from fa2tune.spec.problem import Problem
@@ -33,7 +34,11 @@ FORM = "few tiles, so by split kernels"
 
 def covers(problem: Problem, fused: Mapping[str, Choice]) -> bool:
     """Whether a call is like those that were raced. Of keys of one tile a kernel of its own makes all of the backward."""
-    if set(fused) != {SUMS_DQ} or not fused_schedule.covers(fused[SUMS_DQ].variant, problem) or problem.is_empty:
+    if (
+        set(fused) != {ACCUMULATES_DQ}
+        or not fused_schedule.covers(fused[ACCUMULATES_DQ].variant, problem)
+        or problem.is_empty
+    ):
         return False
     return (
         problem.group == 1 and max(block_dims(problem.specialization)) == 128 and problem.seqlen_k > bwd_one_tile.KEYS
@@ -74,5 +79,5 @@ def pays(problem: Problem, fused: Mapping[str, Choice], split: Mapping[str, Choi
     """Whether ``split`` is expected to be faster than ``fused``, at a time."""
     if not covers(problem, fused) or not at_once(problem, split, gpu):
         return False
-    now = fused_schedule.least_us(problem, fused[SUMS_DQ].config, gpu)
+    now = fused_schedule.least_us(problem, fused[ACCUMULATES_DQ].config, gpu)
     return predicted_us(problem, split) < min((1 - MARGIN) * now, now - split_backward_schedule.LEAST_US)

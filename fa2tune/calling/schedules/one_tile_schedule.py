@@ -16,8 +16,8 @@ from fa2tune.calling.schedules.key_splits_schedule import MEASURED_ON
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import one_key_tile
-from fa2tune.launching.beside import DKDV, DQ
-from fa2tune.launching.passes import SUMS_DQ
+from fa2tune.launching.overlapped import DKDV, DQ
+from fa2tune.launching.passes import ACCUMULATES_DQ
 from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.search_spaces.sm90 import bwd_one_tile
 from fa2tune.spec.mask import CAUSAL, FULL
@@ -125,8 +125,8 @@ def otherwise_us(
 ) -> float | None:  # fmt: skip
     """Microseconds of what serves without it, estimated; None: of such kernels there is no estimate. ``parts``: by kernel;
     ``order``: of both kernels of a split backward."""
-    if set(choices) == {SUMS_DQ} and fused_schedule.covers(choices[SUMS_DQ].variant, problem):
-        return fused_schedule.predicted_us(problem, choices[SUMS_DQ].config, gpu, parts.get(SUMS_DQ, 1))
+    if set(choices) == {ACCUMULATES_DQ} and fused_schedule.covers(choices[ACCUMULATES_DQ].variant, problem):
+        return fused_schedule.predicted_us(problem, choices[ACCUMULATES_DQ].config, gpu, parts.get(ACCUMULATES_DQ, 1))
     if split_backward_schedule.covers(problem, choices):
         splits = parts.get(DQ, 1)
         return split_backward_schedule.predicted_us(problem, choices, parts.get(DKDV, 1), gpu, order, splits=splits)

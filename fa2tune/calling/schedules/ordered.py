@@ -35,7 +35,7 @@ AS_NEAR = 0.05
 LEAST_SPEED = 0.5
 
 
-def held(config: Config, spec: Specialization, gpu: Gpu) -> int:
+def programs_at_once(config: Config, spec: Specialization, gpu: Gpu) -> int:
     """Programs that a multiprocessor holds at once, if threads have as many registers as they may."""
     binary = Binary(
         KERNEL, spec, config, gpu.arch, bwd_fused.shared_bytes(config, spec), config["num_warps"],
@@ -93,7 +93,7 @@ def _buffers(problem: Problem, keys: int, programs: int, gpu: Gpu) -> tuple[int,
 
 def buffers_of(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, float]:
     """(DQ_BUFFERS, by the least expected time, the share of the speed that tiles would have as programs of their own)."""
-    programs = held(config, problem.specialization, gpu) * gpu.sm_count
+    programs = programs_at_once(config, problem.specialization, gpu) * gpu.sm_count
     return _buffers(problem, config["BLOCK_N"], programs, gpu)
 
 

@@ -3,8 +3,8 @@ split: arithmetic on the host, no GPU.
 
 dQ's kernel has a program for 128 queries of a head, dK/dV's one for 64 keys, and a multiprocessor has room for one. Here the
 tiles of both are given out to the multiprocessor that is free first: of one kernel after the other, as rows are tuned, and of
-both at a time (``launching/beside.py``). Times are of 256 columns on an H200: docs/experiments/dense-backward.md has how they
-are fitted, and how far off they are.
+both at a time (``launching/overlapped.py``). Times are of 256 columns on an H200: docs/experiments/dense-backward.md has how
+they are fitted, and how far off they are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, pack
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import dq_parts, group_parts
-from fa2tune.launching.beside import DKDV, DKDV_FIRST, DQ, DQ_AT_ONCE, DQ_FIRST
+from fa2tune.launching.overlapped import DKDV, DKDV_FIRST, DQ, DQ_AT_ONCE, DQ_FIRST
 from fa2tune.search_spaces.lib.hopper import block_dims, columns
 from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq, bwd_dq_split
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
@@ -267,8 +267,8 @@ def _order(dq: Tiles, dkdv: Tiles, fixed: float, delta: float, sm_count: int) ->
 
 
 def order_of(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], gpu: Gpu) -> str:
-    """Of ``beside.ORDERS``, in which both kernels of a backward run at a time; "": one after the other. ``choices``: by kernel;
-    ``parts``: of query groups, by kernel, and of dQ's keys."""
+    """Of ``overlapped.ORDERS``, in which both kernels of a backward run at a time; "": one after the other. ``choices``: by
+    kernel; ``parts``: of query groups, by kernel, and of dQ's keys."""
     if DQ in choices and choices[DQ].order:
         return choices[DQ].order
     if not covers(problem, choices):

@@ -17,7 +17,7 @@ from fa2tune.calling.schedules.split_backward_schedule import BLOCK, BYTES_PER_U
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import stored_ds
-from fa2tune.launching.beside import DKDV, DQ
+from fa2tune.launching.overlapped import DKDV, DQ
 from fa2tune.search_spaces.lib.hopper import columns
 from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dkdv_ds
 from fa2tune.spec.mask import CAUSAL, FULL

@@ -17,7 +17,7 @@ from fa2tune.tuning.select.predicted import Predicted
 
 
 @dataclass(eq=False)
-class Work:
+class CrewWork:
     """Steps under way, and where their jobs run."""
 
     steps: Steps
@@ -32,7 +32,7 @@ class Launches:
         self.method, self.held, self.budget, self.log = method, held, budget, held.log
         self.crews = method.working
         self.failures = Counter[Crew]()  #: in a row, before anything was launched
-        self.works: list[Work] = []
+        self.works: list[CrewWork] = []
         self.ended = 0  #: steps that came to their end
         self.ready: deque[tuple[OpenJob, Steps]] = deque()  #: finals that wait for a crew
 
@@ -45,7 +45,7 @@ class Launches:
         """Give every crew as much as it can do at a time."""
         for crew in self.crews:
             while sum(work.crew is crew for work in self.works) < self.method.steps_at_once and (found := self._next()):
-                self.works.append(work := Work(found[1], found[0], crew))
+                self.works.append(work := CrewWork(found[1], found[0], crew))
                 self._advance(work, None)
 
     def _next(self) -> tuple[OpenJob, Steps] | None:
@@ -80,7 +80,7 @@ class Launches:
         done = task.exhausted or (over and not task.search.in_flight)
         return done and (task.leader is None or task.leader.selected)
 
-    def _advance(self, work: Work, job: Job | None) -> None:
+    def _advance(self, work: CrewWork, job: Job | None) -> None:
         """Run steps up to their next job, or to their end."""
         if job is not None and self._again(work, job):
             return
@@ -96,7 +96,7 @@ class Launches:
         following.tag = partial(self._advance, work)
         work.crew.submit(following)
 
-    def _again(self, work: Work, job: Job) -> bool:
+    def _again(self, work: CrewWork, job: Job) -> bool:
         """With several GPUs: whether a job runs again, as it failed before its first launch. A GPU on which that happens
         ``STARTS`` times in a row is given up and the others go on; on the last one the steps decide."""
         broken = job.stuck or (job.failure is not None and not job.notes)

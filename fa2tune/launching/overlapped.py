@@ -26,7 +26,7 @@ import torch
 from fa2tune.launching import cuda, launch
 from fa2tune.launching.cuda import Chain, CudaError, Launch, Packed, ensure_context, relaxed_mode
 from fa2tune.launching.group_parts import Bound
-from fa2tune.launching.launch import InterpretedChain, Place
+from fa2tune.launching.launch import InterpretedChain, TensorPlace
 from fa2tune.logs import warn_once
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, Workspaces
@@ -137,14 +137,14 @@ def side_of(device_index: int, stream: int) -> SideStream | None:
 class ForkedChain(Chain):
     """Launches some of which go to the side stream."""
 
-    __slots__ = ("beside", "fork")
+    __slots__ = ("fork", "on_side")
 
     def __init__(
-        self, launches: Sequence[tuple[Launch, Sequence[tuple[int, int]]]], device_index: int, fork: int, beside: range
+        self, launches: Sequence[tuple[Launch, Sequence[tuple[int, int]]]], device_index: int, fork: int, on_side: range
     ) -> None:  # fmt: skip
-        """``fork``: before which launch the side begins; ``beside``: those on it. What the others need is not among them."""
+        """``fork``: before which launch the side begins; ``on_side``: those on it. What the others need is not among them."""
         super().__init__(launches, device_index)
-        self.fork, self.beside = fork, beside
+        self.fork, self.on_side = fork, on_side
 
     def packed(self, addresses: Sequence[int], stream: int) -> list[Packed]:
         side = side_of(self.device_index, stream)
@@ -155,7 +155,7 @@ class ForkedChain(Chain):
             if place == self.fork:
                 found += side.begin
             given = [addresses[which] + behind for which, behind in places]
-            found.append(one.packed(given, side.stream if place in self.beside else stream))
+            found.append(one.packed(given, side.stream if place in self.on_side else stream))
         return found + side.end
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -182,7 +182,7 @@ class ForkedChain(Chain):
 
 
 #: A launch, and where it finds its tensors.
-Bundle = tuple[Any, Sequence[Place]]
+Bundle = tuple[Any, Sequence[TensorPlace]]
 
 
 def chain(order: str, made: Mapping[str, Sequence[Bundle]], device_index: int) -> Chain | InterpretedChain:
@@ -197,4 +197,4 @@ def chain(order: str, made: Mapping[str, Sequence[Bundle]], device_index: int) -
         before, on_side, after = [*delta, *dkdv], dq, []
     fork = 0 if order == DQ_AT_ONCE else len(delta)
     side = range(len(before), len(before) + len(on_side))
-    return launch.chain([*before, *on_side, *after], device_index, partial(ForkedChain, fork=fork, beside=side))
+    return launch.chain([*before, *on_side, *after], device_index, partial(ForkedChain, fork=fork, on_side=side))

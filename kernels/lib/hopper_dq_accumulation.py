@@ -19,6 +19,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     meet,
 )
 from fa2tune.kernels.lib.hopper_tiles import first_number, laps_behind, laps_of, next_tile, received_number
+from fa2tune.kernels.lib.warps import WARP
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 #: Tiles that may be done before they are counted, and one: taking is never more than two ahead of counting.
@@ -26,9 +27,9 @@ DONE = gl.constexpr(4)
 
 
 @gluon.jit
-def make_tiles_done(PARTS: gl.constexpr, TELLS: gl.constexpr):
-    """How PARTS partitions say that they have added all of a tile's dQ: DONE mbarriers in turn; () without TELLS."""
-    if TELLS:
+def make_tiles_done(PARTS: gl.constexpr, SIGNALS: gl.constexpr):
+    """How PARTS partitions say that they have added all of a tile's dQ: DONE mbarriers in turn; () without SIGNALS."""
+    if SIGNALS:
         done = gl.allocate_shared_memory(gl.int64, [DONE, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(DONE):
             mbarrier.init(done.index(i), count=PARTS)
@@ -128,8 +129,8 @@ _COUNT = gl.constexpr(
 @gluon.jit
 def _count_tile(counts, first_head, group, step, RAGGED: gl.constexpr):
     """One warp, whose tile has added to dQ of a group's heads. RAGGED: their counts are ``step`` apart."""
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    for i in range(0, group, 32):
+    lane = gl.arange(0, WARP, layout=gl.BlockedLayout([1], [WARP], [1], [0]))
+    for i in range(0, group, WARP):
         mine = gl.where(i + lane < group, 1, 0)
         at = counts + first_head + i + lane
         if RAGGED:

@@ -15,7 +15,7 @@ from test_computed_in_python import PACKING, SCALE, Call, compare, gradient_of_l
 from fa2tune import logs
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import variant_named
-from fa2tune.launching import beside, cuda, passes
+from fa2tune.launching import cuda, overlapped, passes
 from fa2tune.launching.cuda import Chain, CudaError
 from fa2tune.launching.launch import Workspace
 from fa2tune.spec.extent import RAGGED, WHOLE, Extent
@@ -111,7 +111,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(cuda, "_address", lambda tensor: 1 << 32)
     monkeypatch.setattr(Chain, "MEMO", {})
     monkeypatch.setattr(Chain, "SEEN", set())
-    monkeypatch.setattr(beside, "SIDES", {})
+    monkeypatch.setattr(overlapped, "SIDES", {})
     yield found
 
 
@@ -172,14 +172,14 @@ def test_delta_is_made_by_the_kernel_of_dq_over_no_keys(driver: Driver) -> None:
 
 
 def test_a_stream_keeps_its_side_and_another_has_another(driver: Driver) -> None:
-    found = [beside.side_of(0, stream) for stream in (0, 5, 0)]
-    assert found[0] is found[2] is not found[1] and beside.side_of(1, 0) is not found[0]
+    found = [overlapped.side_of(0, stream) for stream in (0, 5, 0)]
+    assert found[0] is found[2] is not found[1] and overlapped.side_of(1, 0) is not found[0]
     assert {id(one.begun) for one in found if one} != {id(one.ended) for one in found if one}
 
 
 def test_threads_make_one_side(driver: Driver) -> None:
     found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(beside.side_of(0, 9))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(overlapped.side_of(0, 9))) for _ in range(8)]
     for one in threads:
         one.start()
     for one in threads:
@@ -187,20 +187,20 @@ def test_threads_make_one_side(driver: Driver) -> None:
     assert len({id(one) for one in found}) == 1 and len(driver.made) == 3
 
 
-@pytest.mark.parametrize("order", beside.ORDERS)
+@pytest.mark.parametrize("order", overlapped.ORDERS)
 def test_where_streams_are_too_many_launches_go_one_after_the_other(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
-    monkeypatch.setattr(beside, "KEPT", 1)
-    beside.side_of(0, 5)
+    monkeypatch.setattr(overlapped, "KEPT", 1)
+    overlapped.side_of(0, 5)
     made, tensors = plan(order)
     made(tuple(tensors))
     assert {step[::2] for step in driver.done} == {("launch", STREAM)} and len(driver.done) == 3
-    assert driver.done[-1] == ("launch", 0 if order == beside.DKDV_FIRST else 1, STREAM)
+    assert driver.done[-1] == ("launch", 0 if order == overlapped.DKDV_FIRST else 1, STREAM)
 
 
 def test_a_name_that_stands_for_a_stream_of_each_thread_gets_no_side(driver: Driver) -> None:
-    assert beside.side_of(0, 2) is None and not driver.made
+    assert overlapped.side_of(0, 2) is None and not driver.made
 
 
 def test_the_side_is_waited_for_where_a_launch_after_it_fails(driver: Driver) -> None:
@@ -262,7 +262,7 @@ def test_other_orders_and_kernels_are_errors(driver: Driver, order: str, name: s
     asked = Problem("bf16", 1, 1, 1, 64, 64, 128, 128, CAUSAL)
     variants = {"bwd_dq": variant_named(name), "bwd_dkdv": variant_named("sm90/bwd_dkdv")}
     with pytest.raises(ValueError, match="order: got"):
-        beside.check_order(order, asked, variants)
+        overlapped.check_order(order, asked, variants)
 
 
 # ---- values
@@ -309,7 +309,7 @@ def test_bits_are_those_of_one_kernel_after_the_other(
             gpu.run(made, [*addresses, block])
         compare(gradients, right)
         found.append(gradients)
-        nothing = [one for given in gpu.placed for name, one in given.items() if name == beside.NO_DQ]
+        nothing = [one for given in gpu.placed for name, one in given.items() if name == overlapped.NO_DQ]
         assert len(nothing) == (order != ""), "the only memory that dQ of no keys falls on"
         assert all(isinstance(one, Workspace) for one in nothing)
     assert all(torch.equal(found[0][name].view(torch.int16), found[1][name].view(torch.int16)) for name in found[0])
