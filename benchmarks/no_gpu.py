@@ -63,7 +63,7 @@ class Answers(TorchDispatchMode):
             return True if kind is torch.bool else 0.0 if kind.is_floating_point else 0
         if func is aten.equal.default:
             return True
-        if func is torch.ops.fa2tune.document_offsets.default:  # of one document, whatever their number is
+        if func.name() == "fa2tune::document_offsets":  # of one document, whatever their number is
             return args[0].new_empty((2,), dtype=torch.int32)
         if func is aten.nonzero.default:
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
