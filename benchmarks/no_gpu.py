@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch, ops
+from fa2tune.calling import dispatch, ops, packing  # noqa: F401  # packing: defines an operator
 from fa2tune.fleet.precompile import BinaryJob
 from fa2tune.launching import cuda, launch, overlapped, passes, ported
 from fa2tune.measuring import verify

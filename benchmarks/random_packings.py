@@ -32,6 +32,7 @@ import click
 import marked
 import side_by_side
 
+from fa2tune.bench import packed
 from fa2tune.bench.comparison import reference, tile_error
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 
@@ -127,70 +128,32 @@ def _draw(source: random.Random) -> Packing:
 # ---- the peers: (q, k, v) of (total, heads, dim) -> o
 
 
-def _sides(packing: Packing) -> tuple[Any, Any, int, int]:
-    """Offsets of queries and keys, and the longest of each."""
-    import torch
-
-    of = (
-        torch.tensor([0, *side]).cumsum(0).to("cuda" if torch.cuda.is_available() else "cpu", torch.int32)
-        for side in (packing.of_q, packing.of_k)
-    )
-    return *of, max(packing.of_q), max(packing.of_k)
-
-
-def _unbounded(mask: Mask) -> tuple[int, int]:
-    """Sides as flash-attn counts them."""
-    left, right = mask.window or (None, None)
-    return -1 if left is None else left, -1 if right is None else right
+def _sides(packing: Packing) -> packed.Sides:
+    return packed.sides_of(packing.of_q, packing.of_k)
 
 
 def _fa2tune(packing: Packing) -> side_by_side.Attention:
-    import fa2tune
-
-    sides = _sides(packing)
-    return lambda q, k, v: fa2tune.attention_varlen(q, k, v, *sides, mask=packing.mask)
+    return packed.own_call(_sides(packing), packing.mask)
 
 
 def _fa4(packing: Packing) -> side_by_side.Attention:
-    from flash_attn.cute import flash_attn_varlen_func
-
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    options = dict(zip(names, _sides(packing), strict=True)) | {"causal": packing.mask == CAUSAL}
-    if packing.mask.window is not None:
-        options["window_size"] = packing.mask.window
-
-    def attention(q: Any, k: Any, v: Any) -> Any:
-        out = flash_attn_varlen_func(q, k, v, **options)
-        return out[0] if isinstance(out, tuple) else out
-
-    return attention
+    return packed.fa4_call(_sides(packing), packing.mask)
 
 
 def _fa3(packing: Packing) -> side_by_side.Attention:
-    import torch
-
-    torch.ops.load_library(os.environ["FA3_LIBRARY"])
-    operator, causal = torch.ops._vllm_fa3_C.fwd, packing.mask == CAUSAL
-    starts_q, starts_k, longest_q, longest_k = _sides(packing)
-    return lambda q, k, v: operator(
-        q, k, v, *[None] * 4, starts_q, starts_k, *[None] * 3, longest_q, longest_k, *[None] * 9, packing.head_dim**-0.5,
-        causal, *_unbounded(packing.mask), 0.0, True, None, 0, None, 0, None, 1, 0, None,
-    )[0]  # fmt: skip
+    return packed.fa3_call(_sides(packing), packing.mask)
 
 
 def _torch(packing: Packing) -> side_by_side.Attention:
-    from torch.nn.attention.varlen import varlen_attn
-
     if packing.group > 1:
         raise side_by_side.Unfit("varlen_attn of torch 2.11 has no grouped heads")
-    sides, window = _sides(packing), (-1, 0) if packing.mask == CAUSAL else _unbounded(packing.mask)
-    return lambda q, k, v: varlen_attn(q, k, v, *sides, window_size=window)
+    return packed.torch_call(_sides(packing), packing.mask)
 
 
 def _fa2(packing: Packing) -> side_by_side.Attention:
     from flash_attn import flash_attn_varlen_func
 
-    options = {"causal": packing.mask == CAUSAL, "window_size": _unbounded(packing.mask)}
+    options = {"causal": packing.mask == CAUSAL, "window_size": packed.unbounded(packing.mask)}
     return functools.partial(_called, flash_attn_varlen_func, _sides(packing), options)
 
 
@@ -213,7 +176,7 @@ def _has(name: str) -> Callable[[], bool]:
 PEERS: Mapping[str, side_by_side.Peer] = {
     side_by_side.SUBJECT: side_by_side.Peer(_fa2tune),
     "fa4": side_by_side.Peer(_fa4, side_by_side.fa4_is_here),
-    "fa3": side_by_side.Peer(_fa3, lambda: "FA3_LIBRARY" in os.environ, backward=False),
+    "fa3": side_by_side.Peer(_fa3, lambda: packed.FA3_LIBRARY in os.environ, backward=False),
     "torch": side_by_side.Peer(_torch, _has("torch.nn.attention.varlen")),
     "fa2": side_by_side.Peer(_fa2, _has("flash_attn.flash_attn_interface")),
 }

@@ -131,17 +131,25 @@ def alone(one: Any, name: str, case: str, tokens: torch.Tensor, size: Size) -> l
     return [one(input_ids=tokens[row, of][None], **options).logits[0] for row, of in sequences(case, size)]
 
 
-def trained(one: Any, name: str, case: str, size: Size) -> dict[str, torch.Tensor]:
-    """Logits and losses of tokens that are not padding, and gradients of all weights, in float64."""
+def tokens_of(case: str, size: Size, device: str) -> torch.Tensor:
+    return ids(size, 1 if case == "packed" else 2).to(device)
+
+
+def logits_of(one: Any, name: str, case: str, size: Size) -> torch.Tensor:
+    """Of tokens that are not padding."""
     device, eager = one.device.type, one.config._attn_implementation == "eager"
-    tokens, places = ids(size, 1 if case == "packed" else 2).to(device), sequences(case, size)
+    tokens = tokens_of(case, size, device)
     # float64's least number, which masks padding, is -inf to eager's softmax in float32: rows of nothing else become NaN
     if eager and (one.dtype is torch.float64 or (case == "packed" and name in ENCODERS)):
-        logits = torch.cat(alone(one, name, case, tokens, size))
-    else:
-        whole = one(input_ids=tokens, **given(name, case, size, device)).logits
-        logits = torch.cat([whole[place] for place in places])
-    targets = torch.cat([tokens.roll(-1, 1)[place] for place in places])
+        return torch.cat(alone(one, name, case, tokens, size))
+    whole = one(input_ids=tokens, **given(name, case, size, device)).logits
+    return torch.cat([whole[place] for place in sequences(case, size)])
+
+
+def trained(one: Any, name: str, case: str, size: Size) -> dict[str, torch.Tensor]:
+    """Logits and losses of tokens that are not padding, and gradients of all weights, in float64."""
+    logits, following = logits_of(one, name, case, size), tokens_of(case, size, one.device.type).roll(-1, 1)
+    targets = torch.cat([following[place] for place in sequences(case, size)])
     losses = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
     one.zero_grad()
     losses.sum().backward()  # gradients of the mean would be subnormal in float16
@@ -213,3 +221,14 @@ def faults_generated(
         assert tokens.shape == (2, size.tokens + steps)
         others = (continued(one, name, tokens, size, steps) for one in (eager, right))
         return [*faults(*({"logits": one.double()} for one in (logits, *others)))]
+
+
+def faults_compiled(
+    name: str, case: str, size: Size, dtype: torch.dtype, device: str = "cpu", backend: str = "inductor"
+) -> list[str]:
+    """Of the logits of a model that torch.compile makes one graph of, without gradients."""
+    torch._dynamo.reset()  # graphs of other models count towards its limit
+    three = _three(name, size, dtype, device)
+    three[0].compile(fullgraph=True, backend=backend)
+    with torch.no_grad():
+        return [*faults(*({"logits": logits_of(one, name, case, size).double()} for one in three))]

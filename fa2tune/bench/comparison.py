@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fa2tune.bench.packed import PackedProblem, posed
 from fa2tune.bench.peers import SUBJECT, Peer
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import (
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 BENCHED = ("fwd", "bwd", "both")
 #: How a cell is timed -> its kind: every launch behind another peer's and out of a cold L2; or each peer for turns alone
 TIMINGS = {"interleaved": "time", "sustained": "sustained"}
+PACKED_TIMINGS = {"interleaved": "packed", "sustained": "packed-sustained"}  #: the same of packed sequences
 BENCH_DTYPES = ("bf16", "fp16")
 HEAD_DIMS = (64, 128, 256)
 MEMORY_SEQLENS = (*BUCKETS, 32768, 65536, 131072)
@@ -75,7 +77,7 @@ class Rig(Protocol):
 
 @dataclass(frozen=True)
 class Cell:
-    kind: str  #: "memory", or one of TIMINGS' values
+    kind: str  #: "memory", or one of TIMINGS' or PACKED_TIMINGS' values
     problem: Problem
     pass_: str  #: one of BENCHED
 
@@ -88,6 +90,7 @@ class Cell:
             "kind": self.kind, "dtype": p.dtype, "head_dim": p.head_dim, "causal": p.mask.row_mask == "causal",
             "window": p.mask.window and list(p.mask.window), "mask": None if named else [p.mask.name, *p.mask.values],
             "seqlen": p.seqlen_q, "batch": p.batch, "heads": p.heads_q, "pass": self.pass_,
+            "packed": list(p.lengths) if isinstance(p, PackedProblem) else None,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -112,6 +115,7 @@ class Grid:
     passes: Sequence[str] = BENCHED
     timings: Sequence[str] = ("interleaved",)
     memory_seqlens: Sequence[int] = MEMORY_SEQLENS
+    packings: Sequence[tuple[int, ...]] = ()  #: packed sequences by their lengths: in place of all other cells
 
     def __post_init__(self) -> None:
         words = (
@@ -133,6 +137,13 @@ class Grid:
                 raise ValueError(f"seqlen: got {length}, allowed are lengths from 1 up")
 
     def cells(self) -> list[Cell]:
+        if self.packings:
+            return [
+                Cell(PACKED_TIMINGS[timing], posed(dtype, dim, max(1, WORKLOAD_HIDDEN // dim), mask, lengths), pass_)
+                for dtype, dim, mask, lengths, pass_, timing in itertools.product(
+                    self.dtypes, self.head_dims, self.masks, self.packings, self.passes, self.timings
+                )
+            ]
         timed = [
             Cell(TIMINGS[timing], _problem(dtype, dim, mask, length, max(1, WORKLOAD_TOKENS // length)), pass_)
             for dtype, dim, mask, length, pass_, timing in itertools.product(
@@ -218,10 +229,17 @@ class Stand:
     def references(self) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
         """Of the first and the last (batch, head)."""
         corners = {(0, 0), (self.problem.batch - 1, self.problem.heads_q - 1)}
-        q, k, v, do = self.inputs
-        return {
-            (b, h): reference(q[b, :, h], k[b, :, h], v[b, :, h], do[b, :, h], self.problem.mask) for b, h in corners
-        }
+        return {(b, h): self._reference(b, h) for b, h in corners}
+
+    def _reference(self, b: int, h: int) -> dict[str, torch.Tensor]:
+        """Of packed sequences each by itself."""
+        import torch
+
+        mask, inputs = self.problem.mask, [tensor[b, :, h] for tensor in self.inputs]
+        lengths = self.problem.lengths if isinstance(self.problem, PackedProblem) else (self.problem.seqlen_q,)
+        parts = zip(*(tensor.split(lengths) for tensor in inputs), strict=True)
+        alone = [reference(q, k, v, do, mask) for q, k, v, do in parts]
+        return {name: torch.cat([one[name] for one in alone]) for name in alone[0]}
 
     def call(self, name: str, pass_: str) -> Call:
         """One launch of a pass: "fwd" without gradients -> (o,); "bwd" of one kept forward, or "both" -> (dq, dk, dv)."""
@@ -320,7 +338,7 @@ def measure(stand: Stand, rig: Rig, cell: Cell, seconds: float) -> dict[str, Any
         else:
             calls[name] = call
     if calls:
-        samples = rig.sustain(calls) if cell.kind == "sustained" else rig.time(calls, seconds)
+        samples = rig.sustain(calls) if cell.kind.endswith("sustained") else rig.time(calls, seconds)
         for name, figures in summarise(samples, flops(cell.problem, cell.pass_)).items():
             entries[name] |= figures
     return {**cell.identity, "peers": entries}
@@ -416,6 +434,8 @@ def _damage(data: Mapping[str, Any]) -> str | None:
             return f"window of cell {number} must be null or two numbers or nulls, is {window!r:.40}"
         if (mask := cell.get("mask")) is not None and not _is_mask(mask):
             return f"mask of cell {number} must be null or a name and integers, is {mask!r:.40}"
+        if not _is_packing(cell.get("packed"), cell["kind"] in PACKED_TIMINGS.values()):
+            return f"packed of cell {number} must be null or, of packed sequences, their lengths, is {cell.get('packed')!r:.40}"
         for name, entry in cell["peers"].items():
             if not isinstance(entry, dict) or not isinstance(entry.get("status"), str):
                 return f"{name!r:.40} of cell {number} has no status"
@@ -432,6 +452,12 @@ def _damage(data: Mapping[str, Any]) -> str | None:
 
 def _is_window(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(v is None or (type(v) is int and v >= 0) for v in value)
+
+
+def _is_packing(value: Any, packed: bool) -> bool:
+    if not packed:
+        return value is None
+    return isinstance(value, list) and bool(value) and all(type(each) is int and each > 0 for each in value)
 
 
 def _is_mask(value: Any) -> bool:

@@ -56,7 +56,7 @@ class Peer:
     kernels: Callable[[Problem, str], dict[str, str]] | None = None
 
 
-def _kernels(problem: Problem, pass_: str) -> dict[str, str]:
+def kernels_of(problem: Problem, pass_: str) -> dict[str, str]:
     """Which implementation each of fa2tune's kernels is."""
     import torch
 
@@ -265,7 +265,7 @@ def _flash_attn_unfit(_problem: Problem, pass_: str, _free_bytes: int) -> str | 
 PEERS: Mapping[str, Peer] = {
     peer.name: peer
     for peer in (
-        Peer(SUBJECT, "fa2tune", _fa2tune, kernels=_kernels),
+        Peer(SUBJECT, "fa2tune", _fa2tune, kernels=kernels_of),
         Peer("fa4", "FlashAttention-4", _fa4, layout="bshd", missing=_fa4_missing),
         Peer("sdpa-cudnn", "SDPA cuDNN", _sdpa("CUDNN_ATTENTION")),
         Peer("sdpa-flash", "SDPA FlashAttention-2", _sdpa("FLASH_ATTENTION")),

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fa2tune.bench import comparison
+from fa2tune.bench.packed import PACKED_PEERS, label_of
 from fa2tune.bench.peers import PEERS, SUBJECT
 from fa2tune.spec.mask import ROW_MASKS, band
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 #: Kinds of timed cells -> what a title adds; in the order of tables
 KIND_TITLES = {kind: name for name, kind in reversed(comparison.TIMINGS.items())}
+PACKED_TITLES = {kind: f"packed sequences, {name}" for name, kind in reversed(comparison.PACKED_TIMINGS.items())}
+#: Of all peers, in the order of tables.
+LABELS = {name: peer.label for name, peer in {**PEERS, **PACKED_PEERS}.items()}
 PASS_TITLES = {"fwd": "forward", "bwd": "backward", "both": "forward + backward"}
 DTYPE_TITLES = {"bf16": "bfloat16", "fp16": "float16"}
 #: The peer whose ratio has a column of its own.
@@ -38,20 +42,20 @@ def records(data: Mapping[str, Any], kind: str, **fields: Any) -> list[CellRecor
     return sorted(found, key=lambda cell: (cell["head_dim"], mask_place(mask_label(cell)), cell["seqlen"]))
 
 
-def sections(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def sections(data: Mapping[str, Any], kinds: Iterable[str] = KIND_TITLES) -> list[tuple[str, str, str]]:
     """(dtype, pass, kind) of every timed cell, in the order of tables."""
     present = {(cell["dtype"], cell["pass"], cell["kind"]) for cell in data["cells"]}
-    return [one for one in itertools.product(DTYPE_TITLES, PASS_TITLES, KIND_TITLES) if one in present]
+    return [one for one in itertools.product(DTYPE_TITLES, PASS_TITLES, kinds) if one in present]
 
 
 def title_of(dtype: str, pass_: str, kind: str) -> str:
-    return f"{PASS_TITLES[pass_].capitalize()}, {DTYPE_TITLES[dtype]}, {KIND_TITLES[kind]}"
+    return f"{PASS_TITLES[pass_].capitalize()}, {DTYPE_TITLES[dtype]}, {(KIND_TITLES | PACKED_TITLES)[kind]}"
 
 
 def peers_of(cells: Iterable[CellRecord]) -> list[str]:
-    """Names of the peers that these cells know, in the order of PEERS."""
+    """Names of the peers that these cells know, in the order of LABELS."""
     present = {name for cell in cells for name in cell["peers"]}
-    return [name for name in PEERS if name in present]
+    return [name for name in LABELS if name in present]
 
 
 def ratio_to_best(cell: CellRecord) -> tuple[float, str] | None:
@@ -77,6 +81,11 @@ def averages(cells: Iterable[CellRecord]) -> dict[str, float]:
 
 def length_name(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def length_label(cell: CellRecord) -> str:
+    """The length of a cell's sequences, or how they are packed."""
+    return label_of(cell["packed"]) if cell.get("packed") else length_name(cell["seqlen"])
 
 
 def mask_label(cell: CellRecord) -> str:
@@ -122,7 +131,7 @@ def _rows(cells: Sequence[CellRecord], names: Sequence[str]) -> list[tuple[list[
         best = ratio_to_best(cell)
         rows.append((
             [
-                str(cell["head_dim"]), mask_label(cell), length_name(cell["seqlen"]),
+                str(cell["head_dim"]), mask_label(cell), length_label(cell),
                 *(figure_of(entries.get(name), "tflops") for name in names),
                 *(figure_of(entries.get(name), "ratio", digits=2) for name in names if name == BASELINE),
                 f"{best[0]:.2f}" if best else "-",
@@ -174,10 +183,11 @@ def on_screen(data: Mapping[str, Any]) -> list[Table]:
     from rich.table import Table
 
     shown = []
-    for dtype, pass_, kind in sections(data):
+    for dtype, pass_, kind in sections(data, [*KIND_TITLES, *PACKED_TITLES]):
         cells = records(data, kind, dtype=dtype, **{"pass": pass_})
         names = peers_of(cells)
-        table = Table(title=f"{title_of(dtype, pass_, kind)}, TFLOP/s", caption=sentence(cells))
+        caption = sentence(cells) if kind in KIND_TITLES else None
+        table = Table(title=f"{title_of(dtype, pass_, kind)}, TFLOP/s", caption=caption)
         for title in _header(names, {name: name for name in names}):  # labels are too wide for a screen
             table.add_column(title, justify="right")
         group = None
@@ -214,7 +224,7 @@ def markdown(data: Mapping[str, Any], dtype: str, pass_: str, kind: str) -> str:
     """A Markdown table of one section, TFLOP/s, the fastest of each row in bold."""
     cells = records(data, kind, dtype=dtype, **{"pass": pass_})
     names = peers_of(cells)
-    header = _header(names, {name: PEERS[name].label for name in names})
+    header = _header(names, LABELS)
     lines = ["| " + " | ".join(header) + " |", "|" + "--:|" * len(header)]
     for row, fastest in _rows(cells, names):
         lines.append("| " + " | ".join(f"**{t}**" if column == fastest else t for column, t in enumerate(row)) + " |")

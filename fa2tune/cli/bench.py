@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from fa2tune.bench import comparison
+from fa2tune.bench.packed import PACKED_BY_MMA_SYNC, PACKED_PEERS, lengths_of
 from fa2tune.bench.peers import BY_MMA_SYNC, FLASH_ATTN_LIBRARY, PEERS, SUBJECT, by_mma_sync, select
 from fa2tune.cli import _output
 from fa2tune.cli._options import comma_separated, masks, shown_errors, window
@@ -20,9 +22,24 @@ def _text(values: tuple[Any, ...]) -> str:
     return ",".join(map(str, values))
 
 
+def _packings(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> list[tuple[int, ...]]:
+    try:
+        return [lengths_of(text) for text in dict.fromkeys(given)]
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _refuse_other_lengths() -> None:
+    """Where packings were given."""
+    for other in ("seqlen", "memory_seqlen"):
+        if click.get_current_context().get_parameter_source(other) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--packed and --{other.replace('_', '-')}: got both, one at most is allowed")
+
+
 @click.command()
 @click.option("--peers", multiple=True, metavar="NAME,...", callback=comma_separated(str),
-              help=f"Of {', '.join(n for n in PEERS if n != SUBJECT)}. "
+              help=f"Of {', '.join(n for n in PEERS if n != SUBJECT)}; with --packed of "
+              f"{', '.join(n for n in PACKED_PEERS if n != SUBJECT)}. "
               "fa2tune is always measured.  [default: all that are installed]")  # fmt: skip
 @click.option(
     "--headdim",
@@ -41,6 +58,9 @@ def _text(values: tuple[Any, ...]) -> str:
 @click.option("--window", "windows", multiple=True, metavar="LEFT,RIGHT", callback=window,
               help="A sliding window in place of the masks: keys to the left and to the right of the diagonal that a query "
                    "sees, -1 for all. May be repeated, and combined with --causal or --full.")  # fmt: skip
+@click.option("--packed", "packings", multiple=True, metavar="LENGTHS", callback=_packings,
+              help="Packed sequences in place of all lengths, and no peak memory: 16x1024 for 16 of 1024, 4096,2048,700 for "
+                   "three, or both. May be repeated.")  # fmt: skip
 @click.option("--pass", "passes", multiple=True, metavar="NAME,...", callback=comma_separated(str),
               default=[_text(comparison.BENCHED)], show_default=True,
               help="fwd: forward without gradients; bwd: backward alone; both: one after the other.")  # fmt: skip
@@ -67,21 +87,24 @@ def _text(values: tuple[Any, ...]) -> str:
               help="Folder for bench.json and the plots.")  # fmt: skip
 def bench(
     peers: list[str] | None, headdim: list[int], seqlen: list[int], mask: str | None, windows: list[tuple[int, int]],
-    passes: list[str], timings: list[str], dtype: list[str], memory_seqlen: list[int], no_memory: bool, seconds: float,
-    time_budget: float | None, other: str | None, resume: bool, out: Path,
+    packings: list[tuple[int, ...]], passes: list[str], timings: list[str], dtype: list[str], memory_seqlen: list[int],
+    no_memory: bool, seconds: float, time_budget: float | None, other: str | None, resume: bool, out: Path,
 ) -> None:  # fmt: skip
     """Time fa2tune against other exact attention on this GPU, in the FlashAttention-2 paper's settings.
 
     Each cell (dtype, head dim, mask, length, pass) compares every peer's result with a float32 reference, and times those
     that are right. bench.json is written after each cell.
     """
+    if packings:
+        _refuse_other_lengths()
     try:
-        chosen, absent = select(by_mma_sync() if other is not None and peers is None else peers)
+        known, alike = (PACKED_PEERS, PACKED_BY_MMA_SYNC) if packings else (PEERS, by_mma_sync())
+        chosen, absent = select(alike if other is not None and peers is None else peers, known)
         names = () if mask is None and windows else ROW_MASKS if mask is None else (mask,)
         chosen_masks = map(row_mask_named, names)
         grid = comparison.Grid(
             dtypes=dtype, head_dims=headdim, masks=[*chosen_masks, *(mask_of(False, one) for one in windows)], seqlens=seqlen,
-            passes=passes, timings=timings, memory_seqlens=() if no_memory else memory_seqlen,
+            passes=passes, timings=timings, memory_seqlens=() if no_memory else memory_seqlen, packings=packings,
         )  # fmt: skip
     except ValueError as error:
         raise click.UsageError(str(error)) from None
@@ -179,6 +202,6 @@ def _line(record: Mapping[str, Any]) -> str:
     odd = [
         f"{name} {entry['status']}" for name, entry in entries.items() if name != SUBJECT and entry["status"] != "ok"
     ]
-    return f"{tables.KIND_TITLES.get(record['kind'], record['kind'])} {what} length {record['seqlen']}: " + "; ".join(
-        [figure, *odd]
-    )
+    kind = (tables.KIND_TITLES | tables.PACKED_TITLES).get(record["kind"], record["kind"])
+    length = tables.length_label(record) if record.get("packed") else f"length {record['seqlen']}"
+    return f"{kind} {what} {length}: " + "; ".join([figure, *odd])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_fakes import FakeGpu
 from click.testing import CliRunner
 
 from fa2tune import gpus
@@ -49,34 +50,6 @@ FAKES: Mapping[str, Peer] = {
     "broken": Peer("broken", "Broken", broken),
     "huge": replace(STANDARD, name="huge", unfit=lambda problem, pass_, free: f"{free} bytes are too few"),
 }
-
-
-class FakeGpu:
-    """A CPU that takes 2 ms for the subject, 3 ms for everyone else."""
-
-    device = "cpu"
-    alive = True
-
-    def environment(self) -> dict[str, Any]:
-        return {"gpu": "fake", "sm_count": 1, "torch": "2", "triton": "3", "cudnn": None, "date": "2026-01-01T00:00:00"}
-
-    def healthy(self) -> bool:
-        return self.alive
-
-    def free_bytes(self) -> int:
-        return 7 << 30
-
-    def release(self) -> None: ...
-
-    def peak_bytes(self, call: Callable[[], object]) -> int:
-        call()
-        return 1 << 20
-
-    def time(self, calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
-        return {name: [2.0, 2.0, 2.2] if name == SUBJECT else [3.0, 3.0, 3.3] for name in calls}
-
-    def sustain(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
-        return {name: [2.0, 2.2] if name == SUBJECT else [4.0, 4.4] for name in calls}
 
 
 def cells(*passes: str, seqlens: tuple[int, ...] = (64, 100)) -> list[comparison.Cell]:
@@ -421,7 +394,7 @@ def test_as_another_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("fa2tune.gpus.present", lambda: gpus.named("h200"))
     monkeypatch.setattr("fa2tune.launching.ported.begin", begun.append)
 
-    def chosen(names: Any) -> Any:
+    def chosen(names: Any, _known: Any) -> Any:
         asked.append(names)
         return {SUBJECT: FAKES[SUBJECT], "sdpa-flash": replace(FAKES["turned"], name="sdpa-flash")}, {}
 
@@ -451,7 +424,7 @@ def test_as_another_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_gpu, "BenchGpu", FakeGpu)
-    monkeypatch.setattr("fa2tune.cli.bench.select", lambda names: ({
+    monkeypatch.setattr("fa2tune.cli.bench.select", lambda *_: ({
         SUBJECT: FAKES[SUBJECT], "sdpa-flash": replace(FAKES["turned"], name="sdpa-flash"),
     }, {"fa4": "it is not installed"}))  # fmt: skip
     monkeypatch.setattr(comparison, "WORKLOAD_TOKENS", 64)
@@ -475,7 +448,7 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_windows_stand_in_place_of_the_masks_or_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_gpu, "BenchGpu", FakeGpu)
-    monkeypatch.setattr("fa2tune.cli.bench.select", lambda names: ({SUBJECT: FAKES[SUBJECT]}, {}))
+    monkeypatch.setattr("fa2tune.cli.bench.select", lambda *_: ({SUBJECT: FAKES[SUBJECT]}, {}))
     monkeypatch.setattr(comparison, "WORKLOAD_TOKENS", 64)
     monkeypatch.setattr(comparison, "WORKLOAD_HIDDEN", 32)
     arguments = ["--headdim", "16", "--seqlen", "64", "--no-memory", "--pass", "fwd", "--out", str(tmp_path)]
@@ -506,7 +479,7 @@ def test_an_interrupted_run_shows_what_it_has_and_exits_with_130(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_gpu, "BenchGpu", FakeGpu)
-    monkeypatch.setattr("fa2tune.cli.bench.select", lambda names: ({SUBJECT: FAKES[SUBJECT]}, {}))
+    monkeypatch.setattr("fa2tune.cli.bench.select", lambda *_: ({SUBJECT: FAKES[SUBJECT]}, {}))
     measured = comparison.measure
 
     def second_is_interrupted(stand: Any, rig: Any, cell: comparison.Cell, seconds: float) -> dict[str, Any]:

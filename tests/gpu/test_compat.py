@@ -30,12 +30,8 @@ def test_generate_against_float64(name):
 
 @pytest.mark.parametrize("case", ["plain", "left", "packed"])
 def test_torch_compile_without_graph_breaks(case):
-    one = tiny_models.model("llama", "fa2tune", SIZE, torch.bfloat16, "cuda")
-    tokens = tiny_models.ids(SIZE, 1 if case == "packed" else 2).cuda()
-    options = tiny_models.given("llama", case, SIZE, "cuda")
-    with torch.no_grad():
-        run = torch.compile(lambda: one(input_ids=tokens, **options).logits, fullgraph=True)
-        torch.testing.assert_close(run(), one(input_ids=tokens, **options).logits, atol=0.02, rtol=0.05)
+    faults = tiny_models.faults_compiled("llama", case, SIZE, torch.bfloat16, "cuda")
+    assert faults == []
 
 
 @pytest.mark.parametrize("dim", [59, 111])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fa2tune.bench.comparison import BENCHED, Stand
+from fa2tune.bench.packed import PACKED_PEERS, posed
 from fa2tune.bench.peers import PEERS
 from fa2tune.spec.mask import CAUSAL, Mask, band
 from fa2tune.spec.problem import Problem
@@ -22,6 +23,13 @@ def test_our_peers_are_right(name: str, mask: Mask) -> None:
     stand = Stand(Problem("fp16", 1, 2, 2, 70, 70, 16, 16, mask), PEERS, "cpu")
     for pass_ in BENCHED:
         assert stand.error(name, pass_, stand.call(name, pass_)()) < 0.005, pass_
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, band(7, 40)], ids=str)
+def test_our_packed_call_is_right(mask: Mask) -> None:
+    stand = Stand(posed("fp16", 16, 2, mask, (33, 1, 20)), PACKED_PEERS, "cpu")
+    for pass_ in BENCHED:
+        assert stand.error("fa2tune", pass_, stand.call("fa2tune", pass_)()) < 0.005, pass_
 
 
 def example(name: str) -> Any:
