@@ -130,8 +130,8 @@ def test_a_dimension_is_one_line_and_older_rows_serve(tree: Path, run: Callable[
     space, line = tree / "search_spaces" / "lib" / "common.py", '            "num_warps": (4, 8),\n'
     edit(
         space,
-        "import DESCRIPTOR, POINTER, Constraint, SearchSpace",
-        "import DESCRIPTOR, POINTER, Constraint, SearchSpace, added",
+        "import DESCRIPTOR, POINTER, WARP_THREADS, Constraint, SearchSpace",
+        "import DESCRIPTOR, POINTER, WARP_THREADS, Constraint, SearchSpace, added",
     )
     edit(space, line, f'            "FLIP": added(0, 1, older=0),\n{line}')
     found = called(run, tmp_path / "before.sqlite")
