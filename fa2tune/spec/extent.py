@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 DENSE, RAGGED = "dense", "ragged"
 #: Tensor parameters of kernels with a constexpr RAGGED: a call's own. In a dense call they are compiled in as 0, so they cost
@@ -22,7 +23,7 @@ PACKED = (*OFFSETS, "order", *UNITS)
 PACKED_ROWS_OF = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Extent:
     """Which of the two, and what the host knows of the lengths."""
 
@@ -40,7 +41,7 @@ class Extent:
         """For people."""
         return self.name if self.name == DENSE else f"{self.given} packed sequences"
 
-    @property
+    @cached_property  # asked for a hundred times where a plan is made
     def ragged(self) -> bool:
         return self.name == RAGGED
 

@@ -275,7 +275,7 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     if problem.extent.ragged:  # whole chunks of each sequence
         rows = chunks * bwd_fused.CHUNK
-    fixed = CALL_US + LAUNCH_US + END_US + parts_us(problem, parts, gpu)
+    fixed = CALL_US + LAUNCH_US + END_US + (parts_us(problem, parts, gpu) if parts > 1 else 0.0)
     others = 132 / sm_count  # what all multiprocessors do together, other GPUs do as much slower
     if rows * row.finished > gpu.l2_bytes:
         others = max(others, RATED_GBS / gpu.hbm_gbs)
@@ -283,7 +283,7 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
     if not form.beside:
         prepared = max(END_US, chunks * bwd_fused.CHUNK * before)
         ended = _over(costs, heads, band, Programs(min(tiles, sm_count), 0, 0.0, 0.0), exact)
-        ended = _with_memory(ended, fetched, gpu)
+        ended = _with_memory(ended, fetched, gpu) if fetched else ended
         saved = EARLY_SAVES_US if form.early_start else 0.0
         return fixed + LAUNCH_US + prepared + ended + rows * after - saved
     # every program prepares a share of what the main kernel begins with, and some go on with the rest (sm90/bwd_beside.py)
