@@ -33,7 +33,7 @@ from fa2tune.logs import warn_once
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import PREDICTED, Row, backward_implementation
 from fa2tune.spec.key import TuningKey
-from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
+from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem, Specialization
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
 #: (the row that serves, or None; what stood before it and cannot)
@@ -100,9 +100,15 @@ def _known(problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], node: loo
     return found
 
 
+#: (specialization, GPU) of backwards of few tiles whose split kernels did not compile or load, or with nothing to compile them:
+#: not tried again for other lengths until ``forget``.
+FEW_SPLIT_REFUSED = set[tuple[Specialization, str]]()
+
+
 def forget() -> None:
     """Read the cache layers anew when they are asked for next."""
     layers.cache_clear()
+    FEW_SPLIT_REFUSED.clear()
     _KNOWN.clear()
 
 
@@ -351,8 +357,12 @@ def choose_in_order(chooser: Chooser) -> Choice | None:
 
 
 def choose_few_split(chooser: Chooser, fused: Mapping[str, Choice]) -> dict[str, Choice] | None:
-    """The choices of both split kernels, which run at a time in place of the fused kernel; None: that serves."""
-    if not few_split_schedule.covers(chooser.problem, fused):
+    """The choices of both split kernels, each by a row, which run at a time in place of the fused kernel; None: that serves."""
+    problem = chooser.problem
+    if not few_split_schedule.covers(problem, fused) or not few_split_schedule.may_fit(problem, chooser.gpu):
+        return None
+    refused = (problem.specialization, chooser.gpu.name) in FEW_SPLIT_REFUSED
+    if refused or not all(chooser.ladder(kernel) for kernel in STRATEGIES[SPLIT]):
         return None
     _, kinds = chooser.strategy(True)
     split = {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[SPLIT]}

@@ -162,6 +162,8 @@ def _backward_plan(
         except Exception as error:
             if not cannot_be_had(error):
                 raise
+            if few_split:
+                choosing.FEW_SPLIT_REFUSED.add((chooser.problem.specialization, chooser.gpu.name))
             what = "a deterministic backward" if deterministic else "a backward of few tiles"
             warn_once(f"the first choice for {what} failed on {chooser.gpu.name} ({error}); next: {instead}")
         else:

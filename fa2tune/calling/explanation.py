@@ -15,6 +15,7 @@ from fa2tune.calling.schedules import (
     split_backward_schedule,
     stored_ds_schedule,
 )
+from fa2tune.calling.schedules.few_split_schedule import FORM as FEW_SPLIT_FORM
 from fa2tune.calling.schedules.fused_schedule import IN_ORDER_FORM
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
@@ -24,7 +25,7 @@ from fa2tune.rows.describe import PASSES
 from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, Row, over_portable
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import FULL, Mask
-from fa2tune.spec.problem import BACKWARD, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Problem
+from fa2tune.spec.problem import BACKWARD, SPLIT, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Problem
 
 #: How a kernel is served, best first. "tuned": by a row measured on this GPU for this problem, fresh; "estimated": by a config
 #: that the schedule model has for the call's shape and no row has, as it is expected to be faster; "stale": by a row as the
@@ -138,6 +139,8 @@ class Served:
         """What runs, in a few words: "fused warp_specialized", or "fwd_split, fwd_combine"."""
         if self._replaced:
             return ", ".join(self.runs or ())
+        if self.form == FEW_SPLIT_FORM:
+            return f"{SPLIT} {', '.join(dict.fromkeys(self.config.values()))}"
         return self.row.filed_as if self.row else "default"
 
     @property
@@ -154,10 +157,13 @@ class Served:
             what = "dS in memory"
         if self.form == IN_ORDER_FORM:
             return f"{what}; calls in any order: {self._of_row}"
+        with_config = (
+            "each with its row's config" if self.form == FEW_SPLIT_FORM else "with a config of the schedule model"
+        )
         if self.row is None:
-            return f"{what}, with a config of the schedule model; otherwise the default config"
+            return f"{what}, {with_config}; otherwise the default config"
         gain = "" if self.row.gain is None else f", {self.row.gain:.2f} x portable default"
-        return f"{what}, with a config of the schedule model; otherwise {self.row.filed_as}, {self._of_row}{gain}"
+        return f"{what}, {with_config}; otherwise {self.row.filed_as}, {self._of_row}{gain}"
 
     @property
     def _of_row(self) -> str:
@@ -226,6 +232,8 @@ class Explanation:
         if self.status == TUNED:
             fresh = "without Triton" if self.triton == NO_TRITON else f"for Triton {self.triton}"
             return f"Tuned: every kernel of this call has a row measured on {self.gpu.name}, fresh {fresh}."
+        if self.status == ESTIMATED and worst[0].form == FEW_SPLIT_FORM:
+            return f"Estimated: {names} runs {worst[0].by}, each kernel with its row's config."
         if self.status == ESTIMATED:  # the forward alone
             return f"Estimated: {names} runs {worst[0].by}, with a config of the schedule model that no row has."
         if self.status == STALE:

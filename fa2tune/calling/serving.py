@@ -79,7 +79,8 @@ def _served_backward(chooser: Chooser, deterministic: bool, first: bool = True) 
     if ((deterministic and strategy == FUSED) or few_split) and any(one.lacking for one in found):
         return _served_backward(chooser, deterministic, first=False)  # as a call does
     if few_split:
-        whole = replace(whole, form=few_split_schedule.FORM)
+        runs = {kernel: implementation_of(choice.config) for kernel, choice in choices.items()}
+        whole = replace(whole, form=few_split_schedule.FORM, config=runs, otherwise=whole.config)
     if any(one.form == fused_schedule.IN_ORDER_FORM for one in found):
         whole = replace(whole, form=fused_schedule.IN_ORDER_FORM)
     order = divided.order

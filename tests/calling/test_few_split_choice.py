@@ -39,6 +39,11 @@ def order(problem: Problem) -> str:
     return backward_plans.division(problem, choices, H200).order
 
 
+@pytest.fixture(autouse=True)
+def nothing_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "FEW_SPLIT_REFUSED", set())
+
+
 def timed() -> Iterator[tuple[str, Problem, Gpu, Mapping[str, float]]]:
     """Calls whose split kernels were raced, on which GPU, with the times of all forms; "fused": of what served else."""
     for file, of, gpu in (("few_backwards", CALLS.FEW_CALLS, H200), ("short_backwards", CALLS.SHORT_CALLS, H100)):
@@ -109,6 +114,7 @@ def test_the_fused_kernel_serves_where_they_cannot_be_had(error: Exception) -> N
     plan = dispatch._backward_plan(choosing.Chooser(FEW, H200), False, make)
     assert tried == ["split", "fused"] and plan == chosen(FEW, few_split=False)[1]
     tried.clear()
+    choosing.FEW_SPLIT_REFUSED.clear()
     dispatch._backward_plan(choosing.Chooser(FEW, H200), False, make, own=True)
     assert tried == ["fused"], "in a capture where they are not loaded"
 
@@ -117,9 +123,13 @@ def test_explain_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     told = serving.explain_problem(FEW, H200, present=False)
     whole, *kernels = told.kernels[1:]
     assert [one.kernel for one in kernels] == ["bwd_dq", "bwd_dkdv"] and whole.order == DQ_AT_ONCE
-    assert whole.status == "estimated"
+    assert whole.status == "estimated" and whole.by == "split warp_specialized"
+    assert told.verdict == "Estimated: bwd runs split warp_specialized, each kernel with its row's config."
     assert "bwd: few tiles, so by split kernels, not as the row has it, which is expected to be faster" in str(told)
-    assert "both kernels run at a time (dQ with delta)" in str(told)
+    assert "both kernels run at a time (dQ with delta)" in str(told) and "schedule model" not in str(whole)
+    said = told.as_dict()["kernels"][1]
+    assert said["config"] == dict.fromkeys(("bwd_dq", "bwd_dkdv"), "warp_specialized")
+    assert said["otherwise"]["config"] == {"bwd_fused": "warp_specialized"}
 
     class Runs(serving._Runs):
         def __init__(self, needed: Any, *rest: Any) -> None:
@@ -143,6 +153,40 @@ def binaries(problem: Problem) -> set[Any]:
             *precompile._by_shape(kernel, problem, choice, 90),
         ]
     }
+
+
+def test_what_cannot_be_had_is_not_asked_for_again() -> None:
+    other = replace(FEW, seqlen_q=900, seqlen_k=900)
+    assert chosen(other)[0] == "split"
+
+    def make(strategy: str, choices: Mapping[str, Choice]) -> Mapping[str, Choice]:
+        if strategy == "split":
+            raise NoTritonError("x")
+        return choices
+
+    dispatch._backward_plan(choosing.Chooser(FEW, H200), False, make)
+    assert chosen(other)[0] == "fused" and chosen(replace(other, head_dim=96, head_dim_v=96))[0] == "split"
+    choosing.forget()
+    assert chosen(other)[0] == "split"
+
+
+def test_calls_that_cannot_fit_or_have_no_rows_of_both_kernels_ask_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    found = choosing.Chooser.choose
+
+    def choose(self: choosing.Chooser, kernel: str, kind: Any = None) -> Choice:
+        asked.append(kernel)
+        return found(self, kernel, kind)
+
+    monkeypatch.setattr(choosing.Chooser, "choose", choose)
+    many = Problem("bf16", 16, 16, 16, 1024, 1024, 128, 128, CAUSAL)
+    assert not few_split_schedule.may_fit(many, H200) and chosen(many)[0] == "fused" and asked == ["bwd_fused"]
+    asked.clear()
+    ladder = choosing.Chooser.ladder
+    monkeypatch.setattr(
+        choosing.Chooser, "ladder", lambda self, kernel: () if kernel == "bwd_dq" else ladder(self, kernel)
+    )
+    assert few_split_schedule.may_fit(FEW, H200) and chosen(FEW)[0] == "fused" and asked == ["bwd_fused"]
 
 
 def test_files_of_binaries_have_them() -> None:

@@ -17,16 +17,20 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching.overlapped import DKDV, DQ
 from fa2tune.launching.passes import ACCUMULATES_DQ
 from fa2tune.search_spaces.lib.hopper import block_dims, columns
-from fa2tune.search_spaces.sm90 import bwd_dq, bwd_one_tile
+from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq, bwd_one_tile
 from fa2tune.spec.problem import Problem
 
 #: Microseconds of a block (64 keys of 128 queries, 64 queries of 128 keys) by kernel: what tuned rows of 128 columns grow by
 #: from 1k to 4k tokens. How much of the share of columns that are not computed a block saves is as at more than 128.
 BLOCK_US, COLUMNS = {DQ: 1.06, DKDV: 1.45}, 256
-#: Of the call, its launches, delta and the start and end of a tile, before and after dK/dV's blocks; and around dQ's. Fitted to
-#: twelve calls of benchmarks/calls/few_backwards.json and short_backwards.json, which it is within 6 % of in the mean.
+#: What a call takes besides the blocks of its longest tile: launches, delta, start and end of a tile. Fitted to twelve calls of
+#: benchmarks/calls/few_backwards.json and short_backwards.json: 6 % off, root mean square.
 AROUND_US = {DQ: 9.1, DKDV: 11.9}
-#: They must be predicted to be faster than the fused kernel by this share, and the time that split kernels at a time must gain.
+#: Query rows of dQ's tiles and keys of dK/dV's, at most.
+MOST_ROWS = bwd_dq.ROWS * max(bwd_dq.SPACE.dimensions["GROUPS"])
+MOST_KEYS = max(bwd_dkdv.SPACE.dimensions["BLOCK_N"])
+#: They must be predicted to be faster than the fused kernel by this share, and by as many microseconds as split kernels at a
+#: time must gain over the same, one after the other.
 MARGIN = 0.07
 #: In one sentence's part, what runs in place of the fused kernel.
 FORM = "few tiles, so by split kernels"
@@ -34,15 +38,19 @@ FORM = "few tiles, so by split kernels"
 
 def covers(problem: Problem, fused: Mapping[str, Choice]) -> bool:
     """Whether a call is like those that were raced. Of keys of one tile a kernel of its own makes all of the backward."""
-    if (
-        set(fused) != {ACCUMULATES_DQ}
-        or not fused_schedule.covers(fused[ACCUMULATES_DQ].variant, problem)
-        or problem.is_empty
-    ):
+    if set(fused) != {ACCUMULATES_DQ} or problem.is_empty:
+        return False
+    if not fused_schedule.covers(fused[ACCUMULATES_DQ].variant, problem):
         return False
     return (
         problem.group == 1 and max(block_dims(problem.specialization)) == 128 and problem.seqlen_k > bwd_one_tile.KEYS
     )
+
+
+def may_fit(problem: Problem, gpu: Gpu) -> bool:
+    """No if the GPU has no room for all tiles, however large they are."""
+    dq = -(-problem.seqlen_q // MOST_ROWS)
+    return problem.batch * problem.heads_q * (dq + max(dq, -(-problem.seqlen_k // MOST_KEYS))) <= gpu.sm_count
 
 
 def at_once(problem: Problem, split: Mapping[str, Choice], gpu: Gpu) -> bool:
