@@ -104,10 +104,8 @@ def _parts(call: Mapping[str, Any], kernel: str) -> int | None:
 
 
 def _late(choice: Choice) -> Choice:
-    """Without EARLY_START and without a program for each tile, which no form here has."""
+    """Without EARLY_START."""
     own, config = choice.otherwise, {**choice.config, "EARLY_START": False}
-    if own is not None and own.get("PERSISTENT") and not config["PERSISTENT"]:
-        config |= {"PERSISTENT": True, "DYNAMIC": own["DYNAMIC"] or config["BLOCK_M"] != own["BLOCK_M"]}
     if config == choice.config or "EARLY_START" not in choice.config:
         return choice
     return replace(choice, config=config, otherwise=None if own is None or dict(own) == config else own)

@@ -153,9 +153,10 @@ def torch_call(sides: Sides, mask: Mask) -> Attention:
 
 
 def _fa3_missing() -> str | None:
-    if os.path.isfile(os.environ.get(FA3_LIBRARY, "")):
-        return None
-    return f"{FA3_LIBRARY} names no library with FlashAttention-3's operator _vllm_fa3_C"
+    named = os.environ.get(FA3_LIBRARY)
+    if not named:
+        return f"{FA3_LIBRARY} names no library with FlashAttention-3's operator _vllm_fa3_C"
+    return None if Path(named).is_file() else f"{FA3_LIBRARY}: got {named!r}, which is not a file"
 
 
 def torch_missing() -> str | None:

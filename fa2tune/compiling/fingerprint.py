@@ -62,7 +62,8 @@ def _hashed(variant: Variant, mask: str, score: str = NONE.name) -> str:
         roots += [(one.kernel.fn.__module__, one.kernel.fn.__name__), (one.module, "VARIANT")]
         of_masks = HOOKS | OPTIONAL_HOOKS
         called = [of_masks[name] for name in sorted(one.constexpr_names & set(of_masks))]
-        hooks = [name for name in called if name in hooks_of(mask)]  # without one of them the kernel is not run
+        # one that the file lacks is optional, or the kernel is not run
+        hooks = [name for name in called if name in hooks_of(mask)]
         roots += [(f"fa2tune.kernels.masks.{mask}", name) for name in (hooks and [*hooks, "MASK"])]
         terms = [SCORE_HOOKS[name] for name in sorted(one.constexpr_names & set(SCORE_HOOKS))]
         roots += [(f"fa2tune.kernels.scores.{score}", name) for name in (terms and [*terms, "SCORE"])]

@@ -20,6 +20,8 @@ LARGEST = 2**63 - 1
 #: Where the files are.
 FOLDER = "fa2tune.kernels.masks"
 MOST_VALUES = 2
+#: The device function that some kernels ask in place of the others: they compare keys with the last one that a row sees, alone.
+LAST_KEY = "last_key"
 
 MaskValues = tuple[int, ...]  #: run-time integers of a mask, in the order of ``MaskHooks.values``
 Lengths = tuple[int, int]  #: seqlen_q, seqlen_k
@@ -82,15 +84,27 @@ def names() -> list[str]:
 
 @cache
 def mask_named(name: str) -> MaskHooks:
-    """What the file kernels/masks/<name>.py says of its mask. ValueError: there is no such file."""
-    return standins.described(FOLDER, name, "MASK", MaskHooks)
+    """What the file kernels/masks/<name>.py says of its mask. ValueError: there is no such file, or it defines ``last_key`` for
+    a mask that has more than a bound on the right."""
+    found = standins.described(FOLDER, name, "MASK", MaskHooks)
+    if LAST_KEY in _defined(name) and (found.left or not found.right or found.values):
+        values = ", ".join(found.values) or "none"
+        raise ValueError(
+            f"kernels/masks/{name}.py: {LAST_KEY} is defined beside left={found.left}, right={found.right}, values: {values}; "
+            f"allowed beside it are left=False, right=True, values: none"
+        )
+    return found
+
+
+def _defined(name: str) -> frozenset[str]:
+    found = standins.run(f"masks.{name}")
+    return frozenset(each for each, value in found.items() if isinstance(value, standins.Kernel))
 
 
 @cache
 def hooks_of(name: str) -> frozenset[str]:
     """The device functions that the file defines."""
-    found = standins.run(f"masks.{mask_named(name).name}")
-    return frozenset(each for each, value in found.items() if isinstance(value, standins.Kernel))
+    return _defined(mask_named(name).name)
 
 
 def pairs_below(rows: int, columns: int, shift: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from fa2tune.spec.maskfile import LAST_KEY
 from fa2tune.spec.problem import Config, Problem, Specialization
 
 #: The implementations of a kernel, each with a row of its own. Portable kernels read tiles by pointer or by descriptor, as
@@ -111,7 +112,7 @@ HOOKS = {
     "SEES_A_KEY": "sees_a_key", "QUERY_BLOCKS": "query_blocks", "HIDE_QUERIES": "hide_queries",
 }  # fmt: skip
 #: The same, of a function that a mask's file may lack, in which case the parameter is None.
-OPTIONAL_HOOKS = {"LAST_KEY": "last_key"}
+OPTIONAL_HOOKS = {"LAST_KEY": LAST_KEY}
 #: The same of the score term's file.
 SCORE_HOOKS = {"APPLY": "apply", "GRAD": "grad"}
 #: Run-time integers of a mask that has any; of another they are compiled in as 0, so they cost nothing.

@@ -133,8 +133,10 @@ def test_every_peer_is_asked_for_these_sequences_and_this_mask(monkeypatch: pyte
 def test_the_library_of_flash_attention_3_is_named_by_a_variable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(packed.FA3_LIBRARY, str(tmp_path / "fa3.so"))
-    (tmp_path / "fa3.so").touch()
+    library = tmp_path / "fa3.so"
+    monkeypatch.setenv(packed.FA3_LIBRARY, str(library))
+    assert select(None, PACKED_PEERS)[1]["fa3"] == f"FA3_LIBRARY: got {str(library)!r}, which is not a file"
+    library.touch()
     assert "fa3" in select(None, PACKED_PEERS)[0]
     monkeypatch.delenv(packed.FA3_LIBRARY)
     why = select(None, PACKED_PEERS)[1]["fa3"]

@@ -49,11 +49,6 @@ def chosen(problem: Problem) -> Choice:
     return choosing.choose_backward(choosing.Chooser(problem, H200), False, few_split=False)[1]["bwd_fused"]
 
 
-@pytest.fixture(autouse=True)
-def no_program_for_each_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which no record has."""
-
-
 def late(config: Config) -> Config:
     """Without EARLY_START, as configs were when they were timed."""
     return {**config, "EARLY_START": False}

@@ -40,6 +40,7 @@ def sampled(name: str) -> Iterator[Mask]:
 ALL = [mask for name in maskfile.names() for mask in sampled(name)]
 #: Portable kernels serve a mask that lacks a hook
 MASKS = [mask for mask in ALL if maskfile.hooks_of(mask.name) >= HOOKS_OF_GLUON]
+WITH_LAST_KEY = [mask for mask in ALL if maskfile.LAST_KEY in maskfile.hooks_of(mask.name)]
 LENGTHS = tuple(itertools.product((1, 8, 13, 40), repeat=2))
 
 
@@ -188,11 +189,9 @@ def test_what_gluon_kernels_hide_of_transposed_weights(mask: Mask) -> None:
             assert ((weights[:, :real] == 1) == seen.T[:, row : row + real]).all()
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("mask", WITH_LAST_KEY, ids=str)
 def test_rows_see_all_keys_up_to_the_last_one_of_a_mask_that_has_it(mask: Mask) -> None:
-    if "last_key" not in maskfile.hooks_of(mask.name):
-        return
-    last_key = hook(mask, "last_key")
+    last_key = hook(mask, maskfile.LAST_KEY)
     for lengths in LENGTHS:
         seqlen_q, seqlen_k = lengths
         seen = visible(mask, *lengths, seqlen_q, seqlen_k)
@@ -204,4 +203,4 @@ def test_rows_see_all_keys_up_to_the_last_one_of_a_mask_that_has_it(mask: Mask) 
 
 
 def test_causal_has_a_last_key() -> None:
-    assert {mask.name for mask in MASKS if "last_key" in maskfile.hooks_of(mask.name)} >= {"causal"}
+    assert {mask.name for mask in WITH_LAST_KEY} >= {"causal"}

@@ -102,6 +102,8 @@ ROADS = [
     Road((700, 317), (32, 32), CAUSAL, ("sm90/fwd", *FUSED)),
     Road((113, 203), (16, 16), FULL, (FEW, *FUSED), dtype="fp16"),
     Road((113, 203), (72, 72), FULL, ("sm90/fwd", *SPLIT), deterministic=True),
+    Road((385, 329), (72, 72), CAUSAL, ("sm90/fwd", *AT_A_TIME)),  # few tiles
+    Road((577, 129), (128, 128), FULL, ("sm90/fwd", *AT_A_TIME)),
     Road((113, 203), (96, 96), CAUSAL, ("sm90/fwd", *FUSED), dtype="fp16"),
     Road((133, 144), (192, 128), CAUSAL, ("sm90/fwd", *AT_A_TIME)),
     Road((133, 144), (40, 96), CAUSAL, ("sm90/fwd", SPREAD, *FUSED, GATHER), (8, 2)),

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -200,6 +201,30 @@ def test_a_file_must_say_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
         replace(causal, name="mine", row_mask="casual")
     with pytest.raises(ValueError, match="row_mask: got 'casual' of mask mine"):
         replace(causal, name="mine", row_mask=lambda values: "casual").row_mask_of(())
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({"left": True}, "left=True, right=True, values: none"),
+        ({"right": False}, "left=False, right=False, values: none"),
+        ({"values": {"prefix": (0, 9)}}, "left=False, right=True, values: prefix"),
+    ],
+    ids=["left", "not right", "values"],
+)
+def test_a_last_key_is_all_that_bounds_its_mask(
+    stated: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that ask it drop every other bound, and all values."""
+    file = dict(standins.run("masks.causal"))
+    monkeypatch.setattr(maskfile.standins, "run", lambda module: file)
+    assert maskfile.mask_named.__wrapped__("causal").right
+    file["MASK"] = replace(file["MASK"], **stated)
+    allowed = "allowed beside it are left=False, right=True, values: none"
+    with pytest.raises(ValueError, match=f"^kernels/masks/causal.py: last_key is defined beside {said}; {allowed}$"):
+        maskfile.mask_named.__wrapped__("causal")
+    del file["last_key"]
+    assert maskfile.mask_named.__wrapped__("causal") is file["MASK"]
 
 
 @pytest.mark.parametrize(
