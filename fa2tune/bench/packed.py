@@ -15,7 +15,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fa2tune.bench.peers import PEERS, SUBJECT, Peer, kernels_of
+from fa2tune.bench.peers import PEERS, SUBJECT, Peer, kernels_of, library_missing
 from fa2tune.spec.extent import RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import CAUSAL, Mask
 from fa2tune.spec.problem import Problem
@@ -153,10 +153,7 @@ def torch_call(sides: Sides, mask: Mask) -> Attention:
 
 
 def _fa3_missing() -> str | None:
-    named = os.environ.get(FA3_LIBRARY)
-    if not named:
-        return f"{FA3_LIBRARY} names no library with FlashAttention-3's operator _vllm_fa3_C"
-    return None if Path(named).is_file() else f"{FA3_LIBRARY}: got {named!r}, which is not a file"
+    return library_missing(FA3_LIBRARY, "_vllm_fa3_C::fwd, FlashAttention-3's operator")
 
 
 def torch_missing() -> str | None:

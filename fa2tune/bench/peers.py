@@ -250,11 +250,16 @@ def flash_attn(problem: Problem) -> Attention:
     return attention
 
 
-def flash_attn_missing() -> str | None:
-    named = os.environ.get(FLASH_ATTN_LIBRARY)
+def library_missing(variable: str, operator: str) -> str | None:
+    """Why a peer cannot be had whose library an environment variable names; None: it can."""
+    named = os.environ.get(variable)
     if not named:
-        return f"{FLASH_ATTN_LIBRARY} names no library with _vllm_fa2_C::varlen_fwd (it is in vLLM's wheel)"
-    return None if Path(named).is_file() else f"{FLASH_ATTN_LIBRARY}: got {named!r}, which is not a file"
+        return f"{variable} names no library with {operator} (it is in vLLM's wheel)"
+    return None if Path(named).is_file() else f"{variable}: got {named!r}, which is not a file"
+
+
+def flash_attn_missing() -> str | None:
+    return library_missing(FLASH_ATTN_LIBRARY, "_vllm_fa2_C::varlen_fwd")
 
 
 def _flash_attn_unfit(_problem: Problem, pass_: str, _free_bytes: int) -> str | None:

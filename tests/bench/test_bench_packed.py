@@ -140,7 +140,9 @@ def test_the_library_of_flash_attention_3_is_named_by_a_variable(
     assert "fa3" in select(None, PACKED_PEERS)[0]
     monkeypatch.delenv(packed.FA3_LIBRARY)
     why = select(None, PACKED_PEERS)[1]["fa3"]
-    assert why == "FA3_LIBRARY names no library with FlashAttention-3's operator _vllm_fa3_C"
+    assert (
+        why == "FA3_LIBRARY names no library with _vllm_fa3_C::fwd, FlashAttention-3's operator (it is in vLLM's wheel)"
+    )
     with pytest.raises(ValueError, match="peers: got 'flex', known are fa2tune, fa4, fa3, torch-varlen"):
         select(["flex"], PACKED_PEERS)
 
