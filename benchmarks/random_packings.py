@@ -32,7 +32,7 @@ import click
 import marked
 import side_by_side
 
-from fa2tune.bench import packed
+from fa2tune.bench import packed, peers
 from fa2tune.bench.comparison import reference, tile_error
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 
@@ -153,7 +153,7 @@ def _torch(packing: Packing) -> side_by_side.Attention:
 def _fa2(packing: Packing) -> side_by_side.Attention:
     from flash_attn import flash_attn_varlen_func
 
-    options = {"causal": packing.mask == CAUSAL, "window_size": packed.unbounded(packing.mask)}
+    options = {"causal": packing.mask == CAUSAL, "window_size": peers.window_sides(packing.mask)}
     return functools.partial(_called, flash_attn_varlen_func, _sides(packing), options)
 
 

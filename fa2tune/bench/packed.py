@@ -15,7 +15,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fa2tune.bench.peers import PEERS, SUBJECT, Peer, kernels_of, library_missing
+from fa2tune.bench.peers import PEERS, SUBJECT, Peer, kernels_of, library_missing, window_sides
 from fa2tune.spec.extent import RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import CAUSAL, Mask
 from fa2tune.spec.problem import Problem
@@ -91,12 +91,6 @@ def sides_of(queries: Sequence[int], keys: Sequence[int]) -> Sides:
     return of_q, of_k, max(queries), max(keys)
 
 
-def unbounded(mask: Mask) -> tuple[int, int]:
-    """Sides of a window as flash-attn counts them."""
-    left, right = mask.window or (None, None)
-    return -1 if left is None else left, -1 if right is None else right
-
-
 def own_call(sides: Sides, mask: Mask) -> Attention:
     import fa2tune
 
@@ -132,14 +126,14 @@ def fa3_call(sides: Sides, mask: Mask) -> Attention:
     starts_q, starts_k, longest_q, longest_k = sides
     return lambda q, k, v: operator(
         q, k, v, *[None] * 4, starts_q, starts_k, *[None] * 3, longest_q, longest_k, *[None] * 9, q.shape[-1] ** -0.5,
-        causal, *unbounded(mask), 0.0, True, None, 0, None, 0, None, 1, 0, None,
+        causal, *window_sides(mask), 0.0, True, None, 0, None, 0, None, 1, 0, None,
     )[0]  # fmt: skip
 
 
 def torch_call(sides: Sides, mask: Mask) -> Attention:
     from torch.nn.attention.varlen import varlen_attn
 
-    window = (-1, 0) if mask == CAUSAL else unbounded(mask)
+    window = (-1, 0) if mask == CAUSAL else window_sides(mask)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = varlen_attn(q, k, v, *sides, window_size=window)

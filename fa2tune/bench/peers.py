@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import ITEMSIZE, Problem
 
 if TYPE_CHECKING:
@@ -218,14 +218,19 @@ def _fa4_missing() -> str | None:
 FLASH_ATTN_LIBRARY = "FA2_LIBRARY"
 
 
+def window_sides(mask: Mask) -> tuple[int, int]:
+    """Of a window as flash-attn counts them, -1 where one is unbounded; of a mask that is none both are."""
+    left, right = mask.window or (None, None)
+    return -1 if left is None else left, -1 if right is None else right
+
+
 def flash_attn(problem: Problem) -> Attention:
     """The library's forward of (batch, seqlen, heads, dim) tensors, as sequences of equal lengths."""
     import torch
 
-    window = problem.mask.window
-    if window is None and problem.mask not in (FULL, CAUSAL):
+    if problem.mask.window is None and problem.mask not in (FULL, CAUSAL):
         raise NotImplementedError(f"flash-attn has no mask {problem.mask}")
-    left, right = (-1 if side is None else side for side in window or (None, None))
+    left, right = window_sides(problem.mask)
     torch.ops.load_library(os.environ[FLASH_ATTN_LIBRARY])
     operator = torch.ops._vllm_fa2_C.varlen_fwd.default
     given = {

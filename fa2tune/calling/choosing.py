@@ -366,7 +366,7 @@ def choose_few_split(chooser: Chooser, fused: Mapping[str, Choice]) -> dict[str,
         return None
     _, kinds = chooser.strategy(True)
     split = {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[SPLIT]}
-    if not few_split_schedule.pays(chooser.problem, fused, split, chooser.gpu):
+    if not few_split_schedule.pays(problem, fused, split, chooser.gpu):
         return None
     return {**split, overlapped.DQ: replace(split[overlapped.DQ], order=overlapped.DQ_AT_ONCE)}
 

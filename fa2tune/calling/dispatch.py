@@ -22,6 +22,7 @@ from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.empty import NoKeys
 from fa2tune.calling.refusals import cannot_be_had, is_refusal, without_frames
 from fa2tune.calling.saved import check_saved, of_offsets
+from fa2tune.calling.schedules import few_split_schedule
 from fa2tune.calling.settings import CAPTURE_MISS, RAISE, TAKE_DEFAULT
 from fa2tune.compiling import binaries
 from fa2tune.compiling.choice import Choice
@@ -154,7 +155,7 @@ def _backward_plan(
     compile with, gives way to the split one: no other fused kernel is deterministic. So do split kernels of few tiles to the
     fused one. ``own``: with the rows' own configs."""
     strategy, choices = choose_backward(chooser, deterministic, few_split=not own)
-    few_split = any(choice.order for choice in choices.values())
+    few_split = few_split_schedule.chosen(choices)
     instead = FUSED if few_split else SPLIT if deterministic and strategy == FUSED else ""
     if instead:
         try:

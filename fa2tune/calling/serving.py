@@ -62,7 +62,7 @@ def _served_backward(chooser: Chooser, deterministic: bool, first: bool = True) 
     takes where that cannot be had."""
     strategy, choices = choose_backward(chooser, deterministic, first, first)
     split = deterministic and strategy == SPLIT  # a fused one in a fixed order has the row of any call
-    few_split = any(choice.order for choice in choices.values())
+    few_split = few_split_schedule.chosen(choices)
     (answer, refused), problem = chooser.find_backward(split), chooser.problem
     whole = Served(
         choosing.key_of(problem, BACKWARD, chooser.gpu), answer.row.config if answer else {}, answer, refused,

@@ -47,6 +47,11 @@ def covers(problem: Problem, fused: Mapping[str, Choice]) -> bool:
     )
 
 
+def chosen(choices: Mapping[str, Choice]) -> bool:
+    """Whether a backward's choices are split kernels in place of the fused one."""
+    return any(choice.order for choice in choices.values())
+
+
 def may_fit(problem: Problem, gpu: Gpu) -> bool:
     """No if the GPU has no room for all tiles, however large they are."""
     dq = -(-problem.seqlen_q // MOST_ROWS)
@@ -84,8 +89,8 @@ def predicted_us(problem: Problem, split: Mapping[str, Choice]) -> float:
 
 
 def pays(problem: Problem, fused: Mapping[str, Choice], split: Mapping[str, Choice], gpu: Gpu) -> bool:
-    """Whether ``split`` is expected to be faster than ``fused``, at a time."""
-    if not covers(problem, fused) or not at_once(problem, split, gpu):
+    """Whether ``split`` is expected to be faster than ``fused``, at a time, of a call that ``covers`` says yes to."""
+    if not at_once(problem, split, gpu):
         return False
     now = fused_schedule.least_us(problem, fused[ACCUMULATES_DQ].config, gpu)
     return predicted_us(problem, split) < min((1 - MARGIN) * now, now - split_backward_schedule.LEAST_US)

@@ -275,7 +275,7 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     if problem.extent.ragged:  # whole chunks of each sequence
         rows = chunks * bwd_fused.CHUNK
-    fixed = CALL_US + LAUNCH_US + END_US + (parts_us(problem, parts, gpu) if parts > 1 else 0.0)
+    fixed = CALL_US + LAUNCH_US + END_US + parts_us(problem, parts, gpu)
     others = 132 / sm_count  # what all multiprocessors do together, other GPUs do as much slower
     if rows * row.finished > gpu.l2_bytes:
         others = max(others, RATED_GBS / gpu.hbm_gbs)
