@@ -223,23 +223,21 @@ class Chooser:
             return (
                 "its sums of dQ, 128 rows for each sequence at least, would take too much memory for so many short ones"
             )
-        guessed = row.obtained == PREDICTED and not any(kinds_of(row).values())
+        guessed = row.obtained == PREDICTED and row.strategy == SPLIT
         if guessed and not (deterministic or large) and (better := self._fused_behind()):
-            return f"it was only predicted, for portable kernels: the fused {better} kernel was measured to be faster"
+            return f"it was only predicted, for split kernels: the fused {better} kernel was measured to be faster"
         for kernel in STRATEGIES[row.strategy]:
             if (asked := kinds_of(row).get(kernel)) and not self.find(kernel, asked)[0]:
                 return f"no row of its {'warp-specialised' if asked is True else asked} {kernel} can serve this problem"
         return None
 
     def _fused_behind(self) -> str:
-        """The implementation of a fused kernel whose default was measured to be faster than portable ones, as ``_refusal`` has
-        it, where a row that was not predicted asks for it, if of a near problem; "": there is none."""
-        if (better := self.better_default(FUSED_KERNEL)) is None:
-            return ""
-        name = implementation_of(better)
-        fused = (one.row for one in self.ladder(BACKWARD) if (one.row.strategy, one.row.barred) == (FUSED, ""))
-        asks = (row for row in fused if kinds_of(row).get(FUSED_KERNEL) == name)
-        return name if any(self.strategy_refusal(row, False) is None for row in asks) else ""
+        """The implementation of the fused kernel of the best row that was not predicted, if of a near problem; "": it is split,
+        of portable kernels, or there is none."""
+        raced = (one.row for one in self.ladder(BACKWARD) if one.row.obtained != PREDICTED)
+        best = next((row for row in raced if self.strategy_refusal(row, False) is None), None)
+        kind = kinds_of(best).get(FUSED_KERNEL) if best else None
+        return "warp-specialised" if kind is True else kind or ""
 
     def strategy(self, deterministic: bool) -> tuple[str, Mapping[str, bool | str]]:
         """(strategy, kernel -> the kind of its row), by the row of the whole backward; the strategy is "split" or "fused",

@@ -18,7 +18,7 @@ from fa2tune.compiling import limits, sass
 from fa2tune.compiling.compiler import Binary
 from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
-from fa2tune.predicting import by_mma_sync, tiles
+from fa2tune.predicting import by_mma_sync, by_wgmma, tiles
 from fa2tune.predicting.tiles import Tiling
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, padded_head_dim
@@ -69,6 +69,8 @@ class Calibration:
     ahead: float = 0.397
     #: clocks a block spends starting, filling its pipeline and draining it
     block: float = 3600.0
+    #: bytes a clock of what a block owns and makes, while no products run; without a producer that is part of ``block``
+    own_bytes: float = math.inf
     #: blocks on an SM while the longest of the last run out, as a share of those before
     tail: float = 0.563
     #: bytes a clock and SM from L2: data-centre chips, others (half: a guess)
@@ -85,6 +87,10 @@ class Calibration:
 CALIBRATION = Calibration()
 #: Of kernels/sm80: the level alone is fitted, to the times in benchmarks/calls/sm80_counts.json.gz; ranks are CALIBRATION's.
 WRITTEN_OUT = replace(CALIBRATION, clock=0.942)
+#: Of warp-specialised kernels, fitted to the times of rows of an H200 (benchmarks/sm90_model.py): those with a program a tile,
+#: and those whose programs take one tile after the other.
+WITH_PRODUCER = replace(CALIBRATION, clock=0.927, mixed=0.189, own_bytes=42.1, block=6130.0)
+PERSISTENT = replace(WITH_PRODUCER, block=1840.0)
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,7 @@ class Candidates:
     mma: Array  #: [n, 2] 1 for HGMMA, 0 for HMMA, 2 for tcgen05, -1 without tensor cores
     counts: Mapping[str, Array]  #: numbers of sass.Loop by name, [n, 2]: of a warp
     phases: Array  #: [phases, len(PHASE_FIELDS), n, 2]; phases that are not there wait for nothing and hold nothing
+    groups: Array  #: [n] groups of ``warps`` warps that a block has, each with a loop of its own
 
 
 MMA = {"HGMMA": 1.0, "HMMA": 0.0, "UTCHMMA": 2.0, "": -1.0}
@@ -150,9 +157,12 @@ def _column(values: Sequence[float]) -> Array:
 
 
 def gather(
-    configs: Sequence[Config], warps: Sequence[int], fit: Sequence[int], loops: Sequence[Sequence[sass.Loop]]
-) -> Candidates:
-    """Candidates from what compilers and disassemblers say of each."""
+    configs: Sequence[Config], warps: Sequence[int], fit: Sequence[int], loops: Sequence[Sequence[sass.Loop]],
+    groups: Sequence[int] | None = None,
+) -> Candidates:  # fmt: skip
+    """Candidates from what compilers and disassemblers say of each. ``groups``: None for one each."""
+    groups = groups or [1] * len(configs)
+    sides = [by_wgmma.tile(config, count) for config, count in zip(configs, groups, strict=True)]
     pairs = [plain_and_masked(found) for found in loops]
     merged = [[_merged(loop.phases) for loop in pair] for pair in pairs]
     longest = max((len(found) for pair in merged for found in pair), default=0)
@@ -163,16 +173,17 @@ def gather(
             if found:
                 phases[: len(found), :, row, column] = found
     return Candidates(
-        block_m=_column([config["BLOCK_M"] for config in configs]),
-        block_n=_column([config["BLOCK_N"] for config in configs]),
+        block_m=_column([m for m, _ in sides]),
+        block_n=_column([n for _, n in sides]),
         warps=_column(warps),
-        stages=_column([config.get("num_stages", by_mma_sync.STAGES) for config in configs]),
+        stages=_column([config.get("num_stages") or by_wgmma.stages(config, by_mma_sync.STAGES) for config in configs]),
         described=np.array([[implementation_of(config) == DESCRIPTOR] for config in configs]),
-        heads_per_wave=np.array([config.get("HEADS_PER_WAVE", 1) for config in configs], dtype=float),
+        heads_per_wave=np.array([config.get("HEADS_PER_WAVE", 1) or by_wgmma.BAND for config in configs], dtype=float),
         fit=np.array(fit, dtype=float),
         mma=np.array([[MMA[loop.mma] for loop in pair] for pair in pairs]),
         counts={name: np.array([[float(getattr(loop, name)) for loop in pair] for pair in pairs]) for name in COUNTS},
         phases=phases,
+        groups=np.array(groups, dtype=float),
     )
 
 
@@ -227,7 +238,8 @@ def _trip(x: Candidates, kernel: str, problem: Problem, gpu: Gpu, tilings: Tilin
     lanes = _fp32_lanes(gpu)
     counts = x.counts
     flops = np.where(x.mma == MMA["UTCHMMA"], _tile_flops(kernel, problem, x), counts["tensor_flops"] * x.warps)
-    rows = x.block_m * padded_head_dim(problem.head_dim) * 4
+    groups = x.groups[:, None]  # which share what a trip streams
+    rows = x.block_m * padded_head_dim(problem.head_dim) * 4 / groups
     l2_rate = c.l2_bytes if gpu.arch in (80, 90, 100, 103) else c.l2_bytes_small
     threads = x.warps * WARP_THREADS
     pipes = {
@@ -237,7 +249,7 @@ def _trip(x: Candidates, kernel: str, problem: Problem, gpu: Gpu, tilings: Tilin
         "alu": counts["alu"] * threads / ALU_LANES,
         "issue": (counts["issue"] + counts["copies"] * (c.copy - 1.0)) * x.warps / SCHEDULERS,
         "shared": (counts["shared_bytes"] + c.spill * counts["local_bytes"]) * x.warps / SHARED_BYTES,
-        "l2": tilings.stream_bytes[:, None] / l2_rate
+        "l2": tilings.stream_bytes[:, None] / l2_rate / groups
         + np.where(counts["atomics"] > 0, rows, 0.0) / c.atomic_bytes,
     }  # fmt: skip
 
@@ -368,9 +380,14 @@ def _hbm_bytes(t: Tilings, slots: Array, heads_per_wave: Array, l2_bytes: float)
     return own + once * (1.0 + missing * (rounds - 1.0))
 
 
+def _ends(t: Tilings, c: Calibration) -> Array:
+    """Clocks of a block beside its trips."""
+    return c.block + 2.0 * t.own_rows * t.row_bytes / c.own_bytes
+
+
 def _head(t: Tilings, clocks: Array, c: Calibration) -> Array:
     """Clocks of all tiles of a head."""
-    return c.block * t.tiles + t.plain * clocks[:, 0] + t.masked * clocks[:, 1]
+    return _ends(t, c) * t.tiles + t.plain * clocks[:, 0] + t.masked * clocks[:, 1]
 
 
 @dataclass(frozen=True)
@@ -402,20 +419,20 @@ def of_tiles(x: Candidates, kernel: str, t: Tilings, problem: Problem, gpu: Gpu,
     blocks = t.heads * t.tiles
     per_sm = np.ceil(blocks / gpu.sm_count)
     resident = np.minimum(x.fit, per_sm)
-    clocks = _clocks(x, trip, resident, c)
-    longest = c.block + (t.longest * clocks).sum(1)
+    clocks = _clocks(x, trip, resident * x.groups, c)
+    longest = _ends(t, c) + (t.longest * clocks).sum(1)
     if problem.mask.row_mask == "full":  # equal tiles: whole rounds, then a last one with fewer blocks on an SM
         rounds = np.floor(per_sm / resident)
         rest = per_sm - rounds * resident
-        last = c.block + (t.longest * _clocks(x, trip, np.maximum(1.0, rest), c)).sum(1)
+        last = _ends(t, c) + (t.longest * _clocks(x, trip, np.maximum(1.0, rest) * x.groups, c)).sum(1)
         cycles = rounds * longest + np.where(rest > 0, last, 0.0)
     else:  # longest tiles first in each band of heads: of the last band's, some begin when all others are through
         even = _head(t, clocks, c) * t.heads / (gpu.sm_count * resident)
         bands = np.ceil(t.heads / x.heads_per_wave)
-        alone = _clocks(x, trip, np.maximum(1.0, resident * c.tail), c)
+        alone = _clocks(x, trip, np.maximum(1.0, resident * c.tail) * x.groups, c)
         # while a band is shorter than the slots are many, its tiles begin before those of the band before end
         slots = np.minimum(1.0, gpu.sm_count * resident / (np.minimum(t.heads, x.heads_per_wave) * t.tiles))
-        out = c.block + (t.longest * alone).sum(1) - EARLY * slots * _head(t, alone, c) / t.tiles
+        out = _ends(t, c) + (t.longest * alone).sum(1) - EARLY * slots * _head(t, alone, c) / t.tiles
         cycles = np.maximum(even, even * (bands - 1) / bands + out)
     traffic = _hbm_bytes(t, gpu.sm_count * resident, x.heads_per_wave, gpu.l2_bytes * c.l2_share)
     hbm_seconds = traffic / (gpu.hbm_gbs * 1e9 * c.hbm)
@@ -442,15 +459,18 @@ def explain(
         moved = rows * (2 * problem.head_dim_v * ITEMSIZE[problem.dtype] + 4)
         seconds = moved / (gpu.hbm_gbs * 1e9 * calibration.hbm)
         return Prediction(seconds, fit, {}, 0.0, seconds)
-    variant = variant_named(binary.kernel)
+    variant, warps, groups = variant_named(binary.kernel), binary.num_warps, 1
     owns_queries = limits.owns_queries(variant, binary.config)
-    tiling = tiles.tiling(owns_queries, problem, binary.config["BLOCK_M"], binary.config["BLOCK_N"])
+    if calibration is CALIBRATION:
+        calibration = calibration_of(variant, binary.config)
+    if by_wgmma.specialized(variant):
+        warps, groups = WARP_GROUP, by_wgmma.groups_of(binary.num_warps)
+    tiling = tiles.tiling(owns_queries, problem, *by_wgmma.tile(binary.config, groups))
     if tiling.heads * tiling.tiles == 0:
         return Prediction(0.0, fit, {}, 0.0, 0.0)
     if by_mma_sync.written_out(variant):
         loops = by_mma_sync.per_block(loops, variant, binary.spec, binary.config, binary.num_warps)
-        calibration = WRITTEN_OUT if calibration is CALIBRATION else calibration
-    x = gather([binary.config], [binary.num_warps], [fit], [loops])
+    x = gather([binary.config], [warps], [fit], [loops], [groups])
     found = of_tiles(x, variant.serves, side_by_side([tiling]), problem, gpu, calibration)
     return Prediction(
         float(found.seconds[0]),
@@ -461,9 +481,16 @@ def explain(
     )
 
 
+def calibration_of(variant: Variant, config: Config) -> Calibration:
+    """The constants of a kernel's config."""
+    if by_wgmma.specialized(variant):
+        return PERSISTENT if by_wgmma.persistent(variant, config) else WITH_PRODUCER
+    return WRITTEN_OUT if by_mma_sync.written_out(variant) else CALIBRATION
+
+
 def knows(variant: Variant) -> bool:
     """Whether it predicts the time of a kernel's binaries."""
-    return variant.modelled or by_mma_sync.written_out(variant)
+    return variant.modelled or by_mma_sync.written_out(variant) or by_wgmma.specialized(variant)
 
 
 def predict(binary: Binary, problem: Problem, gpu: Gpu, loops: Sequence[sass.Loop] | None = None) -> float:

@@ -203,7 +203,7 @@ class Guess:
         counts["meetings"] += np.where(single, np.where(x["descriptor"], 10.0, 4.0), 3.0)
         return Candidates(
             x["BLOCK_M"], x["BLOCK_N"], self.warps, x["num_stages"], x["descriptor"], x["heads_per_wave"], fit,
-            self.mma + np.zeros(shape), counts, phases,
+            self.mma + np.zeros(shape), counts, phases, np.ones(len(fit)),
         )  # fmt: skip
 
     # ---- what a block takes

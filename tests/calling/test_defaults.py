@@ -13,9 +13,9 @@ from fa2tune import gpus
 from fa2tune.calling import choosing
 from fa2tune.calling.defaults import default_config, portable_default, small_tiles
 from fa2tune.compiling import limits
-from fa2tune.compiling.registry import variant_of
+from fa2tune.compiling.registry import implementations, variant_of
 from fa2tune.rows import reader
-from fa2tune.rows.row import PORTED, PREDICTED, Row
+from fa2tune.rows.row import PORTED, PREDICTED, Row, backward_implementation
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import BACKWARD, FUSED, KERNELS, SPLIT, STRATEGIES, Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
@@ -110,36 +110,45 @@ def test_a_predicted_portable_row_never_stands_before_a_default_that_was_measure
 def whole(asked: Problem, gpu: gpus.Gpu, obtained: str, strategy: str, named: str) -> Row:
     config = dict.fromkeys(STRATEGIES[strategy], named)
     key = choosing.key_of(asked, BACKWARD, gpu)
-    return replace(ROW, key=key, config=config, implementation="portable", obtained=obtained, strategy=strategy)
+    implementation = backward_implementation(named == WARP_SPECIALIZED)
+    return replace(ROW, key=key, config=config, implementation=implementation, obtained=obtained, strategy=strategy)
 
 
-@pytest.mark.parametrize("name", ["a100", "l4"])
+@pytest.mark.parametrize(
+    ("name", "split", "fused"),
+    [("a100", "pointer", "sm80"), ("l4", "pointer", "sm80"), ("h100", "pointer", WARP_SPECIALIZED),
+     ("h100", WARP_SPECIALIZED, WARP_SPECIALIZED)],
+)  # fmt: skip
 @pytest.mark.parametrize("near", [{"dtype": "fp16"}, {"head_dim": 96, "head_dim_v": 96}, {"bucket": 512}], ids=str)
 def test_a_predicted_split_backward_never_stands_before_a_fused_one_that_was_raced_for_a_near_problem(
-    name: str, near: dict[str, Any]
+    name: str, split: str, fused: str, near: dict[str, Any]
 ) -> None:
     """fp16 on an A100 had half of bf16's speed so, and `tune` without a GPU made calls slower."""
     asked, gpu = problem(causal=True), gpus.named(name)
-    predicted = whole(asked, gpu, PREDICTED, SPLIT, "pointer")
-    raced = whole(asked, gpu, PORTED, FUSED, "sm80")
+    predicted = whole(asked, gpu, PREDICTED, SPLIT, split)
+    raced = whole(asked, gpu, PORTED, FUSED, fused)
     raced = replace(raced, key=raced.key.with_(**near))
-    config = default_config("bwd_fused", asked, gpu)
-    kernel = replace(raced, key=raced.key.with_(kernel="bwd_fused"), strategy="", implementation="sm80", config=config)
-    chooser = choosing.Chooser(asked, gpu, [reader.Layer("user", Path("rows.sqlite"), (predicted, raced, kernel))])
+
+    def of(kernel: str, row: Row, implementation: str) -> Row:
+        config = implementations(kernel)[implementation].space.default(asked.specialization, gpu.arch)
+        return replace(row, key=row.key.with_(kernel=kernel), strategy="", implementation=implementation, config=config)
+
+    kernels = (of("bwd_fused", raced, fused), *(of(kernel, predicted, split) for kernel in STRATEGIES[SPLIT]))
+    chooser = choosing.Chooser(asked, gpu, [reader.Layer("user", Path("rows.sqlite"), (predicted, raced, *kernels))])
     answer, (refused,) = chooser.find_backward(deterministic=False)
     assert answer is not None and answer.row is raced
-    assert refused.candidate.row is predicted and "the fused sm80 kernel was measured to be faster" in refused.why
+    assert refused.candidate.row is predicted and "kernel was measured to be faster" in refused.why
     assert chooser.strategy(False)[0] == FUSED
     asked_for, _ = chooser.find_backward(deterministic=True)
     assert asked_for is not None and asked_for.row is predicted
-    alone = choosing.Chooser(asked, gpu, [reader.Layer("user", Path("rows.sqlite"), (predicted,))])
+    alone = choosing.Chooser(asked, gpu, [reader.Layer("user", Path("rows.sqlite"), (predicted, *kernels[1:]))])
     answer, _ = alone.find_backward(deterministic=False)
     assert answer is not None and answer.row is predicted and alone.strategy(False)[0] == SPLIT, (
         "a fused one needs a row"
     )
 
 
-def test_on_hopper_it_serves_as_its_fused_default_is_portable() -> None:
+def test_on_hopper_it_serves_where_no_fused_one_was_raced() -> None:
     asked = problem(causal=True)
     predicted = whole(asked, H200, PREDICTED, SPLIT, "pointer")
     chooser = choosing.Chooser(asked, H200, [reader.Layer("user", Path("rows.sqlite"), (predicted,))])

@@ -144,18 +144,17 @@ def test_a_predicted_whole_backward_names_its_kernels() -> None:
     }  # fmt: skip
     put: list[Row] = []
 
-    def task(kernel: str) -> Any:
-        implementation, time_us = best[kernel]
-        found = row({**a100, "kernel": kernel}, implementation=implementation, time_us=time_us, errors={})
-        return SimpleNamespace(kernel=kernel, keys=[found.key], short="128 causal", best_row=lambda *_: found)
-
+    rows = [
+        row({**a100, "kernel": kernel}, implementation=implementation, time_us=time_us, errors={})
+        for kernel, (implementation, time_us) in best.items()
+    ]
     log = SimpleNamespace(
         plan=SimpleNamespace(target=Target(A100, PREDICTED, None), workers=1), provenance=Provenance(PREDICTED),
-        report=SimpleNamespace(rows=[]), put=lambda key, rows, *rest: put.extend(rows),
+        report=SimpleNamespace(rows=rows), put=lambda key, rows, *rest: put.extend(rows),
     )  # fmt: skip
     predicted = object.__new__(Predicted)
     predicted.log = cast(Any, log)
-    list(predicted.whole([task(kernel) for kernel in best]))
+    list(predicted.whole([cast(Any, SimpleNamespace(keys=[rows[0].key], short="128 causal"))]))
     assert {one.filed_as: dict(one.config) for one in put} == {
         "split portable": {"bwd_dq": "pointer", "bwd_dkdv": "pointer"}, "fused sm80": {"bwd_fused": "sm80"},
     }  # fmt: skip

@@ -175,9 +175,19 @@ def test_a_wrong_variant_costs_the_others_nothing(bench: Bench, monkeypatch: pyt
     assert report.statuses["wrong_result"] or report.statuses["failed"]
 
 
-def test_nothing_is_predicted_of_them(bench: Bench) -> None:
-    bench.tune(Target(H200, PREDICTED, None), trials=4)
-    assert all("LOADS" in config for *_, config in bench.did("compile"))
+def test_they_are_predicted_as_the_portable_ones_are(bench: Bench) -> None:
+    report = bench.tune(Target(H200, PREDICTED, None), pass_="both", trials=4, buckets=(4096,))
+    for kernel in KERNELS:
+        assert WARP_SPECIALIZED in {r.filed_as for r in report.rows if r.key.kernel == kernel}
+    whole = {r.filed_as: r for r in report.rows if r.key.kernel == BACKWARD}
+    assert {"split portable", f"split {WARP_SPECIALIZED}"} <= set(whole)
+    special = whole[f"split {WARP_SPECIALIZED}"]
+    assert special.kernel_hash == fingerprint.backward_hash("split", WARP_SPECIALIZED, SPEC.mask)
+    assert WARP_SPECIALIZED in special.config.values()
+    assert {one for name in ("split portable", "fused portable") for one in whole[name].config.values()} <= {
+        POINTER, DESCRIPTOR
+    }  # fmt: skip
+    assert whole[f"fused {WARP_SPECIALIZED}"].barred
 
 
 def test_whole_backwards_with_and_without_them(bench: Bench) -> None:

@@ -56,13 +56,17 @@ class OpenJob:
         return not self.under_way and not any(task.selecting for task in self.tasks)
 
     def wholes(self) -> list[list[SearchTask]]:
-        """Specializations whose backward kernels are all selected, and not yet put together."""
+        """Specializations whose backward kernels are all selected, in every variant, and not yet put together."""
         kernels = {kernel for strategy in STRATEGIES.values() for kernel in strategy}
         by_spec: dict[Specialization, list[SearchTask]] = {}
         for task in self.tasks:
-            if task.kernel in kernels and task.selected and task.spec not in self.whole_begun:
+            if task.kernel in kernels and task.spec not in self.whole_begun:
                 by_spec.setdefault(task.spec, []).append(task)
-        return [members for members in by_spec.values() if {task.kernel for task in members} == kernels]
+        return [
+            members
+            for members in by_spec.values()
+            if {task.kernel for task in members} == kernels and all(task.selected for task in members)
+        ]
 
 
 def opened(job: TuningJob, plan: TuningPlan, writer: StudyWriter, stamp: str, failure_record: FailureRecord,

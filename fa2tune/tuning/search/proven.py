@@ -11,7 +11,7 @@ from fa2tune.spec.problem import Specialization, padded_head_dim
 from fa2tune.spec.variant import Variant
 from fa2tune.tuning.search.candidates import Point, point
 
-#: The documented default: tests/gpu/test_sm80.py runs it.
+#: The documented default: tests/gpu/test_sm80.py and test_specialized.py run it.
 NO_ERRORS: Mapping[str, Any] = {}
 
 

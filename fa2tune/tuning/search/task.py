@@ -127,15 +127,6 @@ class SearchTask:
         found = [(key, study.kept(SELECTED, study.token)) for key, study in self.studies.items()]
         return None if any(rows is None for _, rows in found) else [(key, rows or []) for key, rows in found]
 
-    def best_row(self, rows: Iterable[Row], key: TuningKey) -> Row | None:
-        """The fastest of ``rows`` of this variant at the length of ``key``."""
-        own = [
-            row
-            for row in rows
-            if row.key == key.with_(kernel=self.kernel) and row.implementation in self.variant.implementations
-        ]
-        return min(own, key=lambda row: row.rank_us, default=None)
-
     def propose(self, rows: Iterable[Row]) -> Config | None:
         """The next config to compile and time, or None: the budget is spent, every point has been proposed, or the leader is
         still at work. ``rows``: of this run, the leader's among them when it is done."""

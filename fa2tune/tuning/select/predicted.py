@@ -9,7 +9,7 @@ from typing import Any
 from fa2tune.measuring.worker import Crew, Job
 from fa2tune.rows.row import SIBLING, Row
 from fa2tune.spec.key import TuningKey
-from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, Config
+from fa2tune.spec.problem import BACKWARD, SPLIT, Config
 from fa2tune.spec.variant import OPTIONS, PORTABLE
 from fa2tune.tuning.request.provenance import PROOF
 from fa2tune.tuning.search.candidates import Point, point
@@ -119,27 +119,24 @@ class Predicted:
         return self.log.checked[what]
 
     def whole(self, members: Sequence[SearchTask]) -> Steps:
-        """Split and fused backward of one specialization, from the sums of their kernels' predictions."""
+        """Split and fused backward of one specialization, with and without warp-specialised kernels, from the sums of their
+        kernels' predictions."""
         gpu = self.log.plan.target.gpu
         for key in members[0].keys:
-            best: dict[str, Row | None] = {}
-            for task in members:  # several implementations of a kernel
-                found = [task.best_row(self.log.report.rows, key), best.get(task.kernel)]
-                best[task.kernel] = min(filter(None, found), key=lambda row: row.rank_us, default=None)
-            default_us = _total(best, STRATEGIES[SPLIT], "default_time_us")
+            variants = evidence.backward_variants(self.log.report.rows, key)
+            default_us = _total(variants.get((SPLIT, PORTABLE), {}), "default_time_us")
             if default_us is not None:
                 default_us += evidence.streaming_us(key.workload(), SPLIT, gpu)
             what, rows = key.with_(kernel=BACKWARD), []
-            for strategy, kernels in STRATEGIES.items():
-                time_us = _total(best, kernels, "time_us")
+            for (strategy, implementation), of in variants.items():
+                time_us = _total(of, "time_us")
                 if time_us is None:
                     continue
                 time_us += evidence.streaming_us(key.workload(), strategy, gpu)
-                of = {name: row for name in kernels if (row := best[name])}
                 errors = evidence.worst_errors([row.errors for row in of.values()])
                 named = {name: row.implementation for name, row in of.items()}
                 made = evidence.predicted(
-                    what, PORTABLE, named, self.log.provenance, time_us, default_us, strategy, errors=errors
+                    what, implementation, named, self.log.provenance, time_us, default_us, strategy, errors=errors
                 )
                 rows.append(made)
             self.log.put(what, rows, f"{BACKWARD} {members[0].short} {key.bucket}", NONE_RIGHT)
@@ -159,7 +156,7 @@ def with_margin(ranked: Sequence[TrialOutcome], default: Config, default_us: flo
     return [*ahead, known, *(outcome for outcome in ranked if outcome not in ahead and outcome is not known)]
 
 
-def _total(best: Mapping[str, Row | None], kernels: Sequence[str], column: str) -> float | None:
-    """Sum of a time over kernels; None where one has none."""
-    times: list[float | None] = [getattr(best[name], column, None) for name in kernels]
-    return None if None in times else sum(time for time in times if time is not None)
+def _total(of: Mapping[str, Row], column: str) -> float | None:
+    """Sum of a time over the rows of kernels; None where there are none, or one has no such time."""
+    times: list[float | None] = [getattr(row, column) for row in of.values()]
+    return None if not times or None in times else sum(time for time in times if time is not None)
