@@ -1,4 +1,4 @@
-"""What child processes run in tests/tuning/test_isolation.py: jobs that go wrong in every way, and the functions of
+"""What child processes run in tests/measuring/test_isolation.py: jobs that go wrong in every way, and the functions of
 ``tuner_fakes`` with some candidates poisoned.
 
 ``FA2TUNE_FAULTS`` names a JSON file: {"faults": [[config, fault]...], "log": path}.

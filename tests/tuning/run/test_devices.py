@@ -1,46 +1,22 @@
-"""Several GPUs of one host: fake functions in real child processes, each of which sees a GPU of its own."""
+"""A run on several GPUs."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
-from test_tuner import FAKES, HERE, Bench
 from tuner_fakes import true_time
+from tuner_runs import FAKES, HERE, asked
 
-from fa2tune import gpus
-from fa2tune.cli.tune import tune as tune_command
 from fa2tune.measuring.worker import Crew, Job
 from fa2tune.rows import reader
-from fa2tune.rows.row import MEASURED, PREDICTED
-from fa2tune.tuning.request import plan
-from fa2tune.tuning.request.plan import Target, TuneRequest, make_plan
 from fa2tune.tuning.request.watcher import Watcher
 from fa2tune.tuning.run import open_jobs
 from fa2tune.tuning.run.open_jobs import OpenJob
 from fa2tune.tuning.run.tuner import Run
 from fa2tune.tuning.select.gpu_jobs import GpuLost
 
-H200, H100 = gpus.named("h200"), gpus.named("h100")
 pytestmark = pytest.mark.usefixtures("portable_kernels", "quick_starts")
-
-
-@pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A host with three equal GPUs; which one was made the current one."""
-    found: list[int] = []
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpus, "visible", lambda: [H200, H200, H200])
-    monkeypatch.setattr(gpus, "use", found.append)
-    return found
-
-
-@pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    return Bench(tmp_path, monkeypatch)
 
 
 def evidence(rows: list) -> dict:
@@ -134,75 +110,3 @@ def test_the_last_gpu_lost_ends_the_run_and_blames_nobody(bench, used, monkeypat
     assert sum("is given up" in line for line in bench.lines) == 2
     monkeypatch.setenv("FA2TUNE_FAKE_LOST", "")
     assert bench.tune(HERE, devices="all", trials=4, buckets=(512,)).rows
-
-
-def asked(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: object, target: Target = HERE) -> plan.TuningPlan:
-    monkeypatch.setattr(plan, "resolve_target", lambda name: target)
-    return make_plan(TuneRequest(cache=folder / "c.sqlite", devices=devices))  # type: ignore[arg-type]
-
-
-def test_devices_are_numbers_among_those_that_are_visible(tmp_path, used, monkeypatch):
-    assert asked(monkeypatch, tmp_path, None).devices == ("",)
-    assert asked(monkeypatch, tmp_path, "all").devices == ("0", "1", "2")
-    assert asked(monkeypatch, tmp_path, (2, 0, 2)).devices == ("2", "0") and used[-1] == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-8f1c,7")
-    assert asked(monkeypatch, tmp_path, (1, 2)).devices == ("GPU-8f1c", "7")
-
-
-@pytest.mark.parametrize(
-    ("devices", "there", "target", "says"),
-    [
-        ((3,), [H200, H200], HERE, "devices: got 3, allowed are 0 to 1, or all"),
-        ((-1,), [H200], HERE, "devices: got -1"),
-        ((), [H200], HERE, "devices: got none"),
-        ("all", [], HERE, "devices: no GPU is present here"),
-        ("all", [H200, H100], HERE, "0 is h200, 1 is h100-sxm; one run tunes for one GPU model"),
-        ("all", [H200], Target(H100, PREDICTED, H200), "devices: h100-sxm is not here"),
-    ],
-)
-def test_devices_that_cannot_be_are_refused(tmp_path, monkeypatch, devices, there, target, says):
-    monkeypatch.setattr(gpus, "visible", lambda: there)
-    monkeypatch.setattr(gpus, "use", lambda number: None)
-    with pytest.raises(ValueError, match=says.replace("(", r"\(")):
-        asked(monkeypatch, tmp_path, devices, target)
-
-
-def test_equal_gpus_of_a_mixed_host_can_be_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpus, "visible", lambda: [H100, H200, H200])
-    monkeypatch.setattr(gpus, "use", lambda number: None)
-    assert asked(monkeypatch, tmp_path, (1, 2), Target(H200, MEASURED, H200)).devices == ("1", "2")
-
-
-def test_the_command_takes_numbers_or_all():
-    result = CliRunner().invoke(tune_command, ["--devices", "first"])
-    assert result.exit_code == 2 and "allowed are all, or numbers such as 0,2" in result.output.replace("\n", " ")
-
-
-@pytest.mark.parametrize(
-    ("together", "alone", "says"),
-    [
-        ({"seconds": 20.0}, {"seconds": 50.0}, "2.50 x on 3 GPUs"),
-        ({"seconds": 20.0}, {"seconds": 50.0, "interrupted": True}, "at least 2.50 x on 3 GPUs"),
-        ({"seconds": 20.0, "interrupted": True}, None, "no ratio: all did not finish in time"),
-        ({"seconds": 95.0}, None, "no ratio: no time is left for one GPU"),
-    ],
-)
-def test_a_speedup_is_that_of_whole_runs(monkeypatch, together, alone, says):
-    """benchmarks/devices_speedup.py; a run without time left does not begin."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import devices_speedup
-
-    clock = [0.0]
-    found = iter([figures and {"gpus": 3, "interrupted": False, **figures} for figures in (together, alone)])
-
-    def measured(arguments: list, seconds: float) -> dict:
-        figures = next(found)
-        assert seconds > 0 and figures is not None
-        clock[0] += figures["seconds"]
-        return figures
-
-    monkeypatch.setattr(devices_speedup, "measured", measured)
-    monkeypatch.setattr(devices_speedup, "shown", repr)
-    monkeypatch.setattr(devices_speedup, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    assert says in CliRunner().invoke(devices_speedup.main, ["--seconds", "100"]).output
-    assert "allowed is more than 15" in CliRunner().invoke(devices_speedup.main, ["--seconds", "15"]).output

@@ -26,7 +26,7 @@ from fa2tune.tuning.search.candidates import Field, UnseenSampler, point
 from fa2tune.tuning.search.proposals import LAUNCHES_WITHIN, WINNERS, Search, winners
 from fa2tune.tuning.search.study import KeyStudy, TrialOutcome
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import search_quality
 import tables
 

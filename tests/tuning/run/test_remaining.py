@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_settled import ABSENT, invoke
-from test_tuner import HERE, Bench, Listener, bench
+from tuner_runs import HERE, Bench, Listener
 
 from fa2tune.tuning.run import budget, progress
 from fa2tune.tuning.run.remaining import Remaining
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
-
-__all__ = ["bench"]  # a fixture
 
 
 def test_nothing_is_said_before_some_candidates_are_done() -> None:
@@ -64,7 +62,7 @@ def test_a_run_keeps_its_estimate_within_its_time_budget(bench: Bench, monkeypat
     """A compile is a second of its clock."""
     clock = SimpleNamespace(monotonic=lambda: float(len(bench.did("compile"))), process_time=time.process_time)
     seen = Progress()
-    monkeypatch.setattr("test_tuner.Listener", lambda: seen)
+    monkeypatch.setattr("tuner_runs.Listener", lambda: seen)
     monkeypatch.setattr(budget, "time", clock)
     monkeypatch.setattr(progress, "PROGRESS_S", 0.0)
     bench.tune(ABSENT, trials=1000, buckets=(512,), time_budget_s=14.0, workers=1)
@@ -88,7 +86,7 @@ def test_kept_trials_are_no_measure_of_pace(bench: Bench, monkeypatch: Any) -> N
 @pytest.mark.usefixtures("portable_kernels")
 def test_the_line_on_progress_names_the_estimate(bench: Bench, monkeypatch: Any) -> None:
     monkeypatch.setattr(progress, "PROGRESS_S", 0.0)
-    monkeypatch.setattr(sys.modules["fa2tune.cli.tune"], "PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr(import_module("fa2tune.cli.tune"), "PROGRESS_EVERY_S", 0.0)
     result = invoke(
         bench, monkeypatch, ABSENT, "--seqlen", "512", "--trials", "12", "--dtype", "bf16", "--time-budget", "90"
     )
@@ -100,7 +98,7 @@ def test_the_line_on_progress_names_the_estimate(bench: Bench, monkeypatch: Any)
 @pytest.mark.usefixtures("portable_kernels")
 def test_counts_say_what_they_count(bench: Bench, monkeypatch: Any) -> None:
     monkeypatch.setattr(progress, "PROGRESS_S", 0.0)
-    monkeypatch.setattr(sys.modules["fa2tune.cli.tune"], "PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr(import_module("fa2tune.cli.tune"), "PROGRESS_EVERY_S", 0.0)
     result = invoke(
         bench, monkeypatch, ABSENT, "--seqlen", "512", "--trials", "1", "--dtype", "bf16", "--kernel", "fwd"
     )

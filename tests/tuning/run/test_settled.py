@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from test_tuner import FAKES, HERE, SPEC, Bench, Listener, bench
+from tuner_runs import FAKES, HERE, SPEC, Bench, Listener
 
 from fa2tune import gpus
 from fa2tune.cli import main
@@ -24,13 +24,12 @@ from fa2tune.tuning.search.task import SearchTask
 from fa2tune.tuning.select.completeness import close
 from fa2tune.tuning.select.log import NONE_RIGHT
 
-__all__ = ["bench"]  # a fixture
 pytestmark = pytest.mark.usefixtures("portable_kernels", "quick_starts")
 
 ABSENT = Target(gpus.named("a100"), PREDICTED, None)
 ALIKE = Target(gpus.named("h100"), SIBLING, gpus.named("h200"))
 TARGETS = pytest.mark.parametrize("target", [HERE, ALIKE, ABSENT], ids=["measured", "sibling", "predicted"])
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 KEY = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, "causal", 512)
 BOTH = ("bf16", "fp16")
 
