@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from fa2tune.compiling import binaries, composition
-from fa2tune.compiling.registry import implementations, variant_named, variants_of
+from fa2tune.compiling.registry import DELTA_KERNEL, implementations, variant_named, variants_of
 from fa2tune.rows.row import backward_implementation, hashed_as
 from fa2tune.spec.maskfile import ROW_MASKS, hooks_of
 from fa2tune.spec.problem import BACKWARD, FUSED, KERNELS, STRATEGIES
@@ -81,7 +81,7 @@ def backward_hash(strategy: str, implementation: str, mask: str, named: tuple[st
     """Hash of every kernel that a whole backward of this strategy and implementation may run; 16 hex digits. ``named``: the
     implementations of its kernels that name themselves; the others do not count."""
     specialized = implementation == WARP_SPECIALIZED
-    names = ["portable/bwd_delta"] if strategy == FUSED else []
+    names = [DELTA_KERNEL] if strategy == FUSED else []
     for kernel in STRATEGIES[strategy]:
         wanted = {*named, *([WARP_SPECIALIZED] if specialized else [])}
         names += [one.name for one in variants_of(kernel) if one.portable or wanted & set(one.implementations)]

@@ -297,6 +297,8 @@ def refused_score(variant: Variant, spec: Specialization) -> str | None:
     return None
 
 
+#: The kernel that makes delta for a backward whose own kernels before it do not.
+DELTA_KERNEL = "portable/bwd_delta"
 #: Fused kernel -> the one that computes the same, from configs of the same dimensions, with dQ summed in a fixed order.
 IN_ORDER = {"sm80/bwd_fused": "sm80/bwd_ordered"}
 

@@ -14,7 +14,7 @@ import torch
 
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
 from fa2tune.compiling.compiler import KernelSequence, around
-from fa2tune.compiling.registry import variant_named
+from fa2tune.compiling.registry import DELTA_KERNEL, variant_named
 from fa2tune.launching import dq_parts, group_parts, overlapped
 from fa2tune.launching.launch import (
     TORCH_DTYPES,
@@ -118,7 +118,7 @@ def runs(kernel: str, spec: Specialization, given: Config | Choice, arch: int) -
     variant, config = choice.variant, choice.config
     before, after = around(variant, spec, config, arch)
     if kernel == ACCUMULATES_DQ and not variant.before:
-        delta = variant_named("portable/bwd_delta")
+        delta = variant_named(DELTA_KERNEL)
         before = [(delta, delta.space.default(spec, arch))]
     return [*before, (variant, config), *after]
 
