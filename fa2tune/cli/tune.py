@@ -32,7 +32,8 @@ HOW = {
     "sibling": "Candidates are measured on another GPU of the same silicon, and the rows say so.",
     "ported": "Not present: its code, assembled for the GPU that is here, is measured on that one, and the rows say so.",
     "predicted": "Not present: candidates are compiled for it, a model predicts their times, and Triton's interpreter checks "
-    "the results of those that are selected.",
+    "the results of those that are selected. It does not run kernels in Gluon: of these the default "
+    "and configs that a GPU has proved are tried.",
 }
 LEGEND = (
     "x port. default: speed relative to the portable default config. x portable: relative to the best portable config. config: "

@@ -109,7 +109,7 @@ class Need:
     answer: lookup.Answer | None
     mask: Mask = FULL  #: no row was measured with a window or chunks: rows without serve it
     score: Score = NONE  #: nor with a score term
-    specialized: bool = False  #: whether the documented default is warp-specialised: no prediction stands before that
+    specialized: bool = False  #: whether the documented default was measured to be faster than portable ones
 
     @property
     def standing(self) -> str:
@@ -189,8 +189,9 @@ def commands(found: Iterable[Need], present: bool, cache: str | None = None) -> 
     file for new rows, None for the user's.
 
     A row that measured another key or a sibling GPU is better evidence than a prediction for the key itself, and lookup would
-    prefer the prediction; and the warp-specialised default stands before predictions. So an absent GPU is only tuned from here
-    where no row serves and the default is a portable one; the other commands say on which machine to run them."""
+    prefer the prediction; and a default that was measured to be faster stands before predictions of portable kernels. So an
+    absent GPU is only tuned from here where no row serves and the default is a portable one; the other commands say on which
+    machine to run them."""
     found = list(found)
     measure = {
         _searched(need)
