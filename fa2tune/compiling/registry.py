@@ -26,6 +26,8 @@ log = logging.getLogger("fa2tune")
 #: Folders of kernels/ that hold no kernels. Every other one but PORTABLE_FOLDER is an architecture, whose kernels may be
 #: written in a language that this Triton does not have.
 NO_KERNELS = ("lib", "masks", "scores")
+#: Makes delta for a backward whose own kernels before it do not.
+DELTA_KERNEL = "portable/bwd_delta"
 #: Where a file's last statements usually begin: to parse from there takes a tenth of what the device code above would add.
 _VARIANT = re.compile(r"^VARIANT\b", re.MULTILINE)
 
@@ -297,8 +299,6 @@ def refused_score(variant: Variant, spec: Specialization) -> str | None:
     return None
 
 
-#: The kernel that makes delta for a backward whose own kernels before it do not.
-DELTA_KERNEL = "portable/bwd_delta"
 #: Fused kernel -> the one that computes the same, from configs of the same dimensions, with dQ summed in a fixed order.
 IN_ORDER = {"sm80/bwd_fused": "sm80/bwd_ordered"}
 
