@@ -67,8 +67,8 @@ def _contributes(acc, total):
 def _one_part(
     turn, done, place, own, sums, smem, barriers, qk_scale, call, CONSUMER: gl.constexpr, HEAD_DIM_V: gl.constexpr, form
 ):  # fmt: skip
-    """This group's rows of a program's turn-th part. own: as call, with the lengths of its sequence. Returns how many key blocks
-    are done then."""
+    """This group's rows of a program's turn-th part. own: as call, with the lengths of its sequence. Returns how many key
+    blocks are done then."""
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_N)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)

@@ -44,7 +44,9 @@ class SplitGpu(PythonGpu):
         tensors |= offsets(call)
         plan = type("Plan", (), {})()
         plan.chain, _ = key_splits.bound(problem, tensors, scale, config, 0)
-        behind = max((-(-one.end // passes.ALIGNMENT) * passes.ALIGNMENT for one in self.placed[-1].values()), default=0)
+        behind = max(
+            (-(-one.end // passes.ALIGNMENT) * passes.ALIGNMENT for one in self.placed[-1].values()), default=0
+        )
         made = key_splits.sums(problem, config["SPLITS"], behind)
         self.placed.append(dict(zip(("o_parts", "stats"), made, strict=True)))
         addresses = [self.place_values(name, tensor) for name, tensor in tensors.items()]
