@@ -11,6 +11,7 @@ import torch
 from gpu_in_python import PythonGpu
 from test_computed_in_python import PACKING, SCALE, Call, _late, compare, inputs, offsets, unset, wanted
 
+from fa2tune.kernels.lib import hopper_key_parts as key_parts
 from fa2tune.launching import key_splits, launch, passes
 from fa2tune.search_spaces.sm90 import fwd_split
 from fa2tune.spec.extent import RAGGED, WHOLE, Extent
@@ -31,9 +32,15 @@ class SplitGpu(PythonGpu):
         monkeypatch.setattr(key_splits, "placed", passes.placed)  # which keeps what it placed
 
     def forward(
-        self, call: Call, given: dict[str, torch.Tensor], settings: dict[str, Any], scale: float = SCALE
+        self,
+        call: Call,
+        given: dict[str, torch.Tensor],
+        settings: dict[str, Any],
+        scale: float = SCALE,
+        wrong: list[int] | None = None,
     ) -> Any:
-        """(o, lse, o_parts, stats); ``settings``: of a config, BLOCK_M and SPLITS among them."""
+        """(o, lse, o_parts, stats); ``settings``: of a config, BLOCK_M and SPLITS among them; ``wrong``: offsets of both sides
+        that are against the rules."""
         q, k, v = (given[name] for name in "qkv")
         extent = Extent(RAGGED, len(call.lengths)) if call.packed else WHOLE
         problem = passes.describe(q, k, v, call.mask, scale, extent=extent)
@@ -41,7 +48,10 @@ class SplitGpu(PythonGpu):
         assert all(config[name] in values for name, values in fwd_split.SPACE.dimensions.items())
         assert config["BLOCK_M"] in key_splits.hopper_tiles(problem, 90)
         tensors = {"q": q, "k": k, "v": v, "o": unset(q, call.dims[1]), "lse": torch.full(q.shape[:3], torch.nan)}
-        tensors |= offsets(call)
+        tensors |= {
+            name: one if wrong is None else torch.tensor(wrong, dtype=torch.int32)
+            for name, one in offsets(call).items()
+        }
         plan = type("Plan", (), {})()
         plan.chain, _ = key_splits.bound(problem, tensors, scale, config, 0)
         behind = max(
@@ -53,7 +63,7 @@ class SplitGpu(PythonGpu):
         block = self.place_workspaces()
         self.run(plan, [*addresses, block])
         for buffer in self.buffers.values():
-            if buffer.name in ("o", "lse"):
+            if buffer.name in ("o", "lse") and wrong is None:
                 assert (buffer.written == 1).all(), f"each word of {buffer.name} is written once"
         parts = [self.buffers[block + one.start].words.reshape(one.shape) for one in self.placed[-1].values()]
         return tensors["o"], tensors["lse"], *parts
@@ -142,6 +152,32 @@ def test_what_is_packed_with_a_sequence_changes_no_bit_of_it(monkeypatch: pytest
         own = [queries for _, queries, _ in call.places()[1::2]]
         found.append([torch.cat([o[0, :, rows].flatten(), lse[0, :, rows].flatten()]) for rows in own])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [[-5, 100, 40000, 7], [300, 20, 330, 100], [0, 2**31 - 1, 5, 300], [0, 330, 0, 330]])
+def test_wrong_offsets_touch_no_other_memory(gpu: SplitGpu, wrong: list[int]) -> None:
+    """Results mean nothing; what lies outside of the tensors is a fault."""
+    call = Call(((100, 100), (100, 100), (130, 130)), (2, 1), (64, 64), CAUSAL, packed=True)
+    gpu.forward(call, inputs(call, 0), {"BLOCK_M": 128, **NARROW, "SPLITS": 3}, wrong=wrong)
+
+
+@pytest.mark.parametrize("fault", ["part_of_blocks", "packed_place"])
+def test_a_fault_of_packed_parts_is_found(gpu: SplitGpu, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """All parts have all keys; sums go where another sequence's do."""
+    known = kernels_in_python._NAMES
+    changed = {
+        "part_of_blocks": lambda below, blocks, part, parts: (below, blocks, blocks > 0),
+        "packed_place": lambda head, start, end_q, rows, call, parts: key_parts.Place(
+            0, start, 0, head // parts // call.group, head // parts % call.group, head % parts
+        ),
+    }
+    monkeypatch.setattr(kernels_in_python, "_NAMES", {**known, fault: changed[fault]})
+    monkeypatch.setattr(kernels_in_python, "_MODULES", {})
+    call = Call(LONG, (2, 1), (64, 64), FULL, packed=True)
+    given = inputs(call, 0)
+    with pytest.raises(AssertionError, match=r"'lse'|'o'"):
+        o, lse, *_ = gpu.forward(call, given, {"BLOCK_M": 128, **NARROW})
+        compare({"o": o, "lse": lse}, wanted(call, given))
 
 
 def test_a_negative_scale(gpu: SplitGpu) -> None:
