@@ -9,7 +9,18 @@ import kernels_in_python
 import pytest
 import torch
 from gpu_in_python import PythonGpu
-from test_computed_in_python import PACKING, SCALE, Call, _late, compare, inputs, offsets, unset, wanted
+from test_computed_in_python import (
+    PACKING,
+    SCALE,
+    Call,
+    _late,
+    check_bits_beside,
+    compare,
+    inputs,
+    offsets,
+    unset,
+    wanted,
+)
 
 from fa2tune.kernels.lib import hopper_key_parts as key_parts
 from fa2tune.launching import key_splits, launch, passes
@@ -141,17 +152,8 @@ def test_packed_sequences(gpu: SplitGpu, packing: Any) -> None:
 
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, band(9, 2)], ids=str)
 def test_what_is_packed_with_a_sequence_changes_no_bit_of_it(monkeypatch: pytest.MonkeyPatch, mask: Mask) -> None:
-    call, found = Call(PACKING, (4, 1), (64, 64), mask, packed=True), []
-    for others in (1.0, float("nan")):
-        given = inputs(call, 0)
-        for _, queries, keys in call.places()[::2]:
-            given["q"][:, :, queries] *= others
-            given["k"][:, :, keys] *= others
-            given["v"][:, :, keys] *= others
-        o, lse, *_ = SplitGpu(monkeypatch).forward(call, given, {"BLOCK_M": 128, **NARROW})
-        own = [queries for _, queries, _ in call.places()[1::2]]
-        found.append([torch.cat([o[0, :, rows].flatten(), lse[0, :, rows].flatten()]) for rows in own])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    call = Call(PACKING, (4, 1), (64, 64), mask, packed=True)
+    check_bits_beside(call, lambda given: SplitGpu(monkeypatch).forward(call, given, {"BLOCK_M": 128, **NARROW})[:2])
 
 
 @pytest.mark.parametrize("wrong", [[-5, 100, 40000, 7], [300, 20, 330, 100], [0, 2**31 - 1, 5, 300], [0, 330, 0, 330]])

@@ -12,7 +12,7 @@ import numpy as np
 from fa2tune.spec.problem import BUCKETS, Problem
 
 #: (queries, keys, sequences) of each length.
-Lengths = tuple[np.ndarray, np.ndarray, np.ndarray]
+LengthKinds = tuple[np.ndarray, np.ndarray, np.ndarray]
 MOST_KINDS = 32  #: lengths, where each sequence has one
 NORMAL = NormalDist()
 #: Shares of the sequences whose lengths are below the median, by length; the longer ones are half of those, and so on.
@@ -57,7 +57,7 @@ def _top(problem: Problem) -> float:
 
 
 @lru_cache(maxsize=1024)
-def one_long(problem: Problem, longest: int) -> Lengths:
+def one_long(problem: Problem, longest: int) -> LengthKinds:
     """A sequence of so many queries or keys, whichever are more, as far as there are as many, and the others all alike."""
     given, (fewer, *more) = max(1, problem.extent.given), _more(problem)
     mean = fewer / given
@@ -68,7 +68,7 @@ def one_long(problem: Problem, longest: int) -> Lengths:
 
 
 @lru_cache(maxsize=1024)
-def kinds(problem: Problem) -> Lengths:
+def kinds(problem: Problem) -> LengthKinds:
     """The logarithms of lengths are spread as a normal distribution is, by the longest of so many; the longer, the fewer are
     taken to be of one length."""
     given, (fewer, *more) = max(1, problem.extent.given), _more(problem)

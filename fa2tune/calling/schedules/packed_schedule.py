@@ -28,7 +28,7 @@ from fa2tune.calling.schedules import (
     window_schedule,
 )
 from fa2tune.calling.schedules.fused_schedule import apart
-from fa2tune.calling.schedules.packed_lengths import Lengths
+from fa2tune.calling.schedules.packed_lengths import LengthKinds
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
@@ -115,7 +115,7 @@ def visited(problem: Problem, rows: int, columns: int) -> Visited:
     return visited_by(problem, packed_lengths.kinds(problem), rows, columns)
 
 
-def visited_by(problem: Problem, lengths: Lengths, rows: int, columns: int, parts: int = 1) -> Visited:
+def visited_by(problem: Problem, lengths: LengthKinds, rows: int, columns: int, parts: int = 1) -> Visited:
     """The same by other lengths, of tiles in so many parts, each of a block at least."""
     queries, keys, counts = lengths
     tiles = -(-queries // rows)
@@ -166,7 +166,7 @@ def memory_us(problem: Problem, gpu: Gpu) -> float:
 
 
 def expected_us(
-    problem: Problem, config: Config, gpu: Gpu, lengths: Lengths | None = None, parts: int = 1
+    problem: Problem, config: Config, gpu: Gpu, lengths: LengthKinds | None = None, parts: int = 1
 ) -> float | None:
     """Microseconds that a config of the Hopper forward is expected to take for a packed call; None: of its form nothing was
     measured. ``lengths``: None for those of ``packed_lengths.kinds``; ``parts``: of a tile's keys, each a program's."""

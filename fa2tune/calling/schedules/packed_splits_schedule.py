@@ -21,7 +21,7 @@ from fa2tune.calling.schedules import (
     packed_schedule,
 )
 from fa2tune.calling.schedules.few_tiles import FULL_TILE
-from fa2tune.calling.schedules.packed_lengths import Lengths
+from fa2tune.calling.schedules.packed_lengths import LengthKinds
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import hopper_tiles, kernels
 from fa2tune.rows.row import Row
@@ -56,7 +56,7 @@ def candidates(problem: Problem, arch: int) -> Iterator[Config]:
             yield fwd_split.config_of(problem.specialization, rows, parts)
 
 
-def split_us(problem: Problem, config: Config, gpu: Gpu, lengths: Lengths) -> float:
+def split_us(problem: Problem, config: Config, gpu: Gpu, lengths: LengthKinds) -> float:
     """Microseconds by tiles in parts, estimated."""
     parts, form = config["SPLITS"], (config["BLOCK_M"], config["BLOCK_N"], config["maxnreg"])
     alike = fwd.of_tiles(problem.specialization, *form)
