@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 from fa2tune.calling.schedules import (
@@ -29,8 +30,6 @@ from fa2tune.search_spaces.sm90 import fwd, fwd_split
 from fa2tune.spec.problem import BUCKETS, Config, Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
-#: Whether packed calls are served so at all.
-SERVES = True
 #: Parts. More were no faster by the estimate in any recorded call, and all of them are written and read.
 PARTS = (2, 3, 4)
 #: Splitting must be predicted to be faster by this share: the eight raced calls that are take 0.6 to 0.9 of the time, and of
@@ -89,15 +88,27 @@ def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
 
 def config_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None) -> Config | None:
     """How the keys of a packed forward are split that ``config``, by ``row``, would serve otherwise; None: that is not expected
-    to be faster, or not where the longest sequence is as short as it can be, or nothing is served so (SERVES)."""
-    if not SERVES or row is None or implementation_of(config) != WARP_SPECIALIZED or not asked(problem, gpu):
+    to be faster, or not where the longest sequence is as short as it can be."""
+    if row is None or implementation_of(config) != WARP_SPECIALIZED or not asked(problem, gpu):
         return None
+    return _instead_of(_rounded(problem), tuple(config.items()), gpu)
+
+
+def _rounded(problem: Problem) -> Problem:
+    """With as many rows as whole tiles: a batch of documents has other lengths in every step, and an estimate takes long."""
+    return replace(
+        problem, **{name: -(-getattr(problem, name) // FULL_TILE) * FULL_TILE for name in ("seqlen_q", "seqlen_k")}
+    )
+
+
+@lru_cache(maxsize=4096)
+def _instead_of(problem: Problem, own: tuple[tuple[str, object], ...], gpu: Gpu) -> Config | None:
     known, found = longest(problem), best(problem, gpu)
     if known is None or found is None:
         return None
     for rows, share in zip(known, (1 - MARGIN, 1.0), strict=True):
         lengths = packed_lengths.one_long(problem, rows)
-        otherwise = packed_schedule.expected_us(problem, config, gpu, lengths)
+        otherwise = packed_schedule.expected_us(problem, dict(own), gpu, lengths)
         if otherwise is None or split_us(problem, found[1], gpu, lengths) >= share * otherwise:
             return None
     return found[1]
@@ -111,5 +122,5 @@ def instead_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = Non
 
 def all_kernels(problem: Problem, arch: int) -> Iterator[tuple[Variant, Config, Problem]]:
     """What ``key_splits.kernels`` gives, of every tile that a packed call may have."""
-    for config in candidates(problem, arch) if SERVES else ():
+    for config in candidates(problem, arch):
         yield from kernels(problem, config, arch)
