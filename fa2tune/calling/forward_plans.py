@@ -4,6 +4,7 @@ several heads, where that is expected to be faster."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import binary_config
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import SplitPlan, is_grouped, splitting
+from fa2tune.launching.launch import CaptureMiss
 from fa2tune.launching.one_key_tile import OneTilePlan
 from fa2tune.launching.passes import BackwardPlan, ForwardPlan
 from fa2tune.launching.stored_ds import StoredDsPlan
@@ -36,6 +38,9 @@ AT_A_TIME = "; both kernels at a time"
 _REFUSED = dict[tuple[object, ...], str]()
 #: Whether tiles of several heads were -> what the log says of the tuned kernel.
 _TUNED_NEXT = {False: "keys are not split", True: "tiles of one head each"}
+#: Forwards of so few operations, 100 us or less of an H200, start before the kernel before them has ended, which saves 1 us.
+#: Of longer ones that is not worth machine code of their own.
+SHORT_FLOPS = 4e10
 
 
 def forward_plan(
@@ -55,7 +60,39 @@ def forward_plan(
             warn_once(
                 f"the first choice for fwd failed on {gpu.name} ({error}); next: {_TUNED_NEXT[is_grouped(split)]}"
             )
-    return ForwardPlan(problem, q, k, v, softmax_scale, choice)
+    early = early_of(problem, choice, gpu)
+    if early is not None and may_split:
+        try:
+            return ForwardPlan(problem, q, k, v, softmax_scale, early)
+        except Exception as error:
+            if not cannot_be_had(error):
+                raise
+            _REFUSED[_early_binary(problem, early, gpu)] = str(error)
+    try:
+        return ForwardPlan(problem, q, k, v, softmax_scale, choice)
+    except CaptureMiss:
+        if early is None:
+            raise
+        return ForwardPlan(problem, q, k, v, softmax_scale, early)
+
+
+def early_of(problem: Problem, choice: Choice, gpu: Gpu) -> Choice | None:
+    """Of a short forward the same kernel, started before the one before it has ended; None: the call is not short, or this
+    kernel has no such form, or it could not be had before in this process."""
+    if gpu.arch != 90 or problem.flops("fwd") > SHORT_FLOPS or (config := started_early(choice)) is None:
+        return None
+    early = replace(choice, config=config)
+    return None if _early_binary(problem, early, gpu) in _REFUSED else early
+
+
+def started_early(choice: Choice) -> Config | None:
+    """A config of a forward with EARLY_START; None: its kernel does not know that, or another one runs before it."""
+    config = {**choice.config, "EARLY_START": True}
+    return config if choice.variant.early(config) and config.get("RESCALE") != "never" else None
+
+
+def _early_binary(problem: Problem, early: Choice, gpu: Gpu) -> tuple[object, ...]:
+    return problem.specialization, gpu.name, *sorted(binary_config(early.variant, early.config).items())
 
 
 def forget() -> None:

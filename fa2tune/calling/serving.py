@@ -147,6 +147,10 @@ def _served(chooser: Chooser, kernel: str, kind: Kind = None, choice: Choice | N
             unsplit = unsplit or parted.lacking
             refused_tiles = split if unsplit and key_splits.is_grouped(split) else None
             split, found, otherwise = (None, found, otherwise) if unsplit else (split, parted, choice.config)
+        if split is None and (early := forward_plans.early_of(problem, choice, gpu)) is not None:
+            started = [(*one, problem) for one in passes.runs(kernel, problem.specialization, early, gpu.arch)]
+            ahead = _Runs(started, gpu, choice.measured)
+            found = found if ahead.lacking else ahead
     if found.lacking and split is None and choice.otherwise is not None:
         return _served(chooser, kernel, kind, choice.of_row)
     return Served(

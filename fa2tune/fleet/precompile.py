@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from fa2tune.calling import choosing
+from fa2tune.calling import choosing, forward_plans
 from fa2tune.calling.schedules import (
     few_tiles,
     forward_schedule,
@@ -166,8 +166,10 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
     if forward_schedule.covers(variant) and own.config["RESCALE"] == "never":
         yield from ((*one, problem) for one in runs(kernel, spec, {**own.config, "RESCALE": "lazy"}, arch))
     if forward_schedule.covers(variant):
-        for few in _for_few_tiles(problem, arch):
-            yield from ((*one, problem) for one in runs(kernel, spec, few, arch))
+        few = [replace(choice, config=config) for config in _for_few_tiles(problem, arch)]
+        early = [forward_plans.started_early(one) for one in (own, *few)]
+        for config in [*(one.config for one in few), *(one for one in early if one is not None)]:
+            yield from ((*one, problem) for one in runs(kernel, spec, config, arch))
 
 
 def _for_few_tiles(problem: Problem, arch: int) -> Sequence[Config]:

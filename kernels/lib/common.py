@@ -16,6 +16,8 @@ LOG2E_HIGH, LOG2E_LOW = tl.constexpr(1.4423828125), tl.constexpr(1.4426950408889
 LN2_HIGH, LN2_LOW = tl.constexpr(0.693115234375), tl.constexpr(0.6931471805599453 - 0.693115234375)
 #: Start of the running row maximum. Finite, so that neither a masked block nor a -inf score makes -inf - (-inf) = NaN.
 LOWEST = tl.constexpr(-3.0e38)
+_ONE_BEFORE_HAS_ENDED = tl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
+_NEXT_MAY_START = tl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
 class Head(NamedTuple):
@@ -57,6 +59,13 @@ class Form(NamedTuple):
     NEGATE: tl.constexpr = None
     GRAD: tl.constexpr = None
     WITH_DQ: tl.constexpr = None
+
+
+@triton.jit
+def follow_at_once():
+    """As kernels/lib/hopper.py has it, without TMA."""
+    tl.inline_asm_elementwise(_ONE_BEFORE_HAS_ENDED, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(_NEXT_MAY_START, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

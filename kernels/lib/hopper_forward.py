@@ -58,6 +58,7 @@ class Form(NamedTuple):
     RIGHT_BOUNDED: gl.constexpr
     GROUPS: gl.constexpr  #: of consumers
     LONGEST_LAST: gl.constexpr  #: a head's last tiles have the most keys
+    EARLY_START: gl.constexpr  #: the kernel may start before the one before it has ended
 
 
 class Call(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import mbarrier
+from fa2tune.kernels.lib.hopper import follow_at_once, mbarrier
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
     ROWS,
@@ -99,6 +99,8 @@ def pass_entries(done, count, barriers, CONSUMER: gl.constexpr, form):
 def produce_key_parts(q, k, v, smem, barriers, call, parts, form):
     """One warp: Q, K and V of this program's parts, in the order in which the consumers want them. q, k, v: tuples of their
     columns' parts."""
+    if form.EARLY_START:
+        follow_at_once()
     done = 0  # key blocks of earlier parts
     for turn in range(turns_of(call, parts, form)):
         place = place_of(turn, call, parts, form)

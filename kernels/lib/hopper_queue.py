@@ -4,7 +4,7 @@ kernels/portable/packed_order.py has ordered them, and sends it to the consumer 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import PACKED_ROWS, mbarrier
+from fa2tune.kernels.lib.hopper import PACKED_ROWS, follow_at_once, mbarrier
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
     V_EMPTY,
@@ -159,7 +159,9 @@ def _produce_packed(q, k, v, smem, barriers, queue, call, form):
 
 @gluon.jit
 def produce_tiles(q, k, v, smem, barriers, queue, call, form):
-    """One warp: what the consumers want of q, k and v. RAGGED: of the tiles of a queue."""
+    """One warp: what the consumers want of q, k and v. RAGGED: of the tiles of a queue. EARLY_START: nothing before that."""
+    if form.EARLY_START:
+        follow_at_once()
     if form.RAGGED:
         _produce_packed(q, k, v, smem, barriers, queue, call, form)
     else:
@@ -211,7 +213,9 @@ def _produce_packed_members(q, k, v, smem, barriers, queue, q_units, call, MEMBE
 
 @gluon.jit
 def produce_members(q, k, v, smem, barriers, queue, q_units, call, MEMBERS: gl.constexpr, form):
-    """``produce_grouped``. RAGGED: of the tiles of a queue."""
+    """``produce_grouped``. RAGGED: of the tiles of a queue. EARLY_START: as ``produce_tiles``."""
+    if form.EARLY_START:
+        follow_at_once()
     if form.RAGGED:
         _produce_packed_members(q, k, v, smem, barriers, queue, q_units, call, MEMBERS, form)
     else:

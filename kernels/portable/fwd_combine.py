@@ -5,12 +5,10 @@ Bound by memory, so it has no search space."""
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.lib.common import LOWEST
+from fa2tune.kernels.lib.common import LOWEST, follow_at_once
 from fa2tune.kernels.lib.packed_heads import store_output
 from fa2tune.search_spaces.portable.fwd_combine import SPACE
 from fa2tune.spec.variant import Variant
-
-_PARTS_ARE_WRITTEN = tl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -22,7 +20,7 @@ def fwd_combine_kernel(
     """o_parts and stats as the kernel before writes them -> o [B, Hq, Sq, DV], lse as kernels/portable/fwd.py has it. A program
     has BLOCK_R rows, and BLOCK_S of their parts at once. EARLY: it may have started before the parts are written."""
     if EARLY:
-        tl.inline_asm_elementwise(_PARTS_ARE_WRITTEN, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+        follow_at_once()
     rows_of_head = seqlen_q * group
     all_rows = (batch * heads_q).to(tl.int64) * seqlen_q
     own = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # [R]

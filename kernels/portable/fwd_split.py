@@ -6,12 +6,10 @@ part it writes the output itself."""
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.lib.common import LOWEST, dot, dot_add, head_base, load_tile
+from fa2tune.kernels.lib.common import LOWEST, dot, dot_add, follow_at_once, head_base, load_tile
 from fa2tune.kernels.lib.packed_heads import load_queries, queries_of, store_output
 from fa2tune.search_spaces.portable.fwd_split import SPACE, programs
 from fa2tune.spec.variant import Variant
-
-_START_NEXT = tl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -28,9 +26,9 @@ def fwd_split_kernel(
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o and lse as kernels/portable/fwd.py has them or, IN_PARTS,
     o_parts [SPLITS, B, Hkv, Sq * group, DV] and stats [2, SPLITS, B, Hkv, Sq * group], float32, contiguous: of each part the
     sums of P V, the maxima that P is relative to (log2 domain) and the sums of P; that is -1 where a row sees no key at all.
-    EARLY: the next kernel may start when all programs of this one have."""
+    EARLY: it may start before the kernel before it has ended, and the next one once all programs of this one know that."""
     if EARLY:
-        tl.inline_asm_elementwise(_START_NEXT, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+        follow_at_once()
     rows_of_head = seqlen_q * group
     tiles = tl.cdiv(rows_of_head, BLOCK_M)
     # tiles run fastest: those that read the same keys run at the same time
@@ -115,4 +113,5 @@ VARIANT = Variant(
     descriptors={"k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV")},
     grid=lambda problem, config, _sm_count, _early: programs(problem, config),
     constants=lambda spec, _config: {"NEGATE": spec.negate},
+    early=lambda config: bool(config["EARLY"]),
 )

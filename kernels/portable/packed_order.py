@@ -5,6 +5,7 @@ A few numbers a sequence, so it has no search space: one fixed config."""
 import triton
 import triton.language as tl
 
+from fa2tune.kernels.lib.common import follow_at_once
 from fa2tune.kernels.lib.extent import STEP
 from fa2tune.search_spaces.portable import packed_order as space
 from fa2tune.spec.variant import Variant
@@ -27,13 +28,17 @@ def _sides(cu_seqlens, index, sequences, total, BEHIND: tl.constexpr):
 @triton.jit
 def packed_order_kernel(
     cu_seqlens_q, cu_seqlens_k, order, batch, seqlen_q, seqlen_k, BLOCK_Q: tl.constexpr, IN_TURNS: tl.constexpr,
+    EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """cu_seqlens_q, cu_seqlens_k [batch + 1] int32 -> order [1 + seqlen_q // BLOCK_Q + batch + 1, WORDS] int32: the head
     [tiles, 0, keys of the longest sequences], and an entry a tile of BLOCK_Q queries, [first row within its sequence, row where
     that ends, its rows, key where it ends, its keys, 0, its number]. seqlen_q, seqlen_k: rows of all together. Sequences of
     more keys come first, and of each the last tile, the longest of a causal mask. Of those of as many keys and tiles one comes
     after the other, and the last ones, which have IN_TURNS tiles, take turns: so the last tiles of all are short ones. Every
-    row of q is in a tile: the rows behind the last sequence are one more, without keys. One program a sequence."""
+    row of q is in a tile: the rows behind the last sequence are one more, without keys. One program a sequence.
+    EARLY_START: it may start before the kernel before it has ended, and so may the next one, which waits for its end."""
+    if EARLY_START:
+        follow_at_once()
     own = tl.program_id(0)
     lanes = tl.arange(0, STEP)
     first_q, rows = _sides(cu_seqlens_q, own + lanes * 0, batch, seqlen_q, True)
@@ -90,4 +95,6 @@ VARIANT = Variant(
     tensors={"cu_seqlens_q": "i32", "cu_seqlens_k": "i32", "order": "i32"},
     descriptors={},
     grid=lambda problem, _config, _sm_count, _early: problem.extent.sequences + 1,
+    constants=lambda _spec, config: {"EARLY_START": config.get("EARLY_START", False)},
+    early=lambda config: bool(config.get("EARLY_START")),
 )

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.extent import packed_tiles
-from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, tma_store_wait
+from fa2tune.kernels.lib.hopper import fence_async_shared, follow_at_once, mbarrier, tma_store_wait
 from fa2tune.kernels.lib.hopper_dq import (
     LOG2E,
     PRODUCER_REGISTERS,
@@ -22,7 +22,6 @@ from fa2tune.kernels.lib.hopper_dq import (
     _over_keys,
     _produce,
 )
-from fa2tune.kernels.lib.hopper_fused import do_once
 from fa2tune.kernels.lib.hopper_parts import (
     descriptors_of,
     product_layout,
@@ -38,8 +37,6 @@ from fa2tune.search_spaces.portable.packed_order import order_shape
 from fa2tune.search_spaces.sm90 import bwd_dq as space
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import Variant, Workspaces
-
-_START_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -136,13 +133,14 @@ def bwd_dq_hopper_kernel(
     [B, Hq, Sq, D] by a descriptor, delta [B, Hq, Sq] float32. Sk >= 1. dlse is read only if has_dlse. Columns behind BLOCK_D or
     BLOCK_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dq_rest. Where
     every row sees all keys up to one, LAST_KEY of the mask, or to the end, that key is compared with, as rows were measured;
-    other masks are asked by their other hooks. EARLY_START: the next kernel may start once all programs of this one have.
+    other masks are asked by their other hooks. EARLY_START: it may start before the kernel before it has
+    ended; the next one may once all programs of this one know that, and reads what is older.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other. order: what packed_order_kernel makes of where
     they start. Rows without keys and those behind the last sequence: dq = 0; their delta is not read."""
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     if EARLY_START:
-        do_once(_START_NEXT)
+        follow_at_once()
     BY_HOOKS: gl.constexpr = LEFT_BOUNDED or (RIGHT_BOUNDED and LAST_KEY is None)
     LAST_FIRST: gl.constexpr = LAST_KEY is not None and not RAGGED  # they are the longest
     if RAGGED:
@@ -253,6 +251,7 @@ VARIANT = Variant(
     max_arch=90,
     packed_before=("portable/packed_order",),
     passes_on=_passes_on,
+    early=lambda config: bool(config.get("EARLY_START")),
     workspaces=_workspaces,
     fitted=space.fitted,
 )  # fmt: skip

@@ -10,7 +10,7 @@ Bound by memory, so it has no search space: one fixed config."""
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.lib.common import head_base, store_tile
+from fa2tune.kernels.lib.common import follow_at_once, head_base, store_tile
 from fa2tune.kernels.lib.extent import place
 from fa2tune.search_spaces.sm90 import bwd_fused as bwd_fused_hopper
 from fa2tune.search_spaces.sm90.bwd_finish import SPACE
@@ -54,7 +54,7 @@ def bwd_finish_hopper_kernel(
         while tl.atomic_add(count, 0, sem="acquire", scope="gpu") < tl.cdiv(seqlen_k, BLOCK_N):
             _do_once(_REST)
     elif EARLY_START:
-        _do_once(_MAIN_IS_OVER)
+        follow_at_once()
     dq = head_base(dq, head // heads_q, head % heads_q, stride_dqb, stride_dqh, "pointer")
     words += (head.to(tl.int64) * rows_padded + start_m) * SUM_COLUMNS
     if RAGGED:

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
+    follow_at_once,
     mbarrier,
     opaque,
     thread_barrier,
@@ -221,7 +222,9 @@ def bwd_hopper_one_tile_kernel(
     [B, Hq, Sq] as the forward leaves it, dlse [B, Hq, Sq] float32 (read only if has_dlse) -> dq [B, Hq, Sq, D]; dk, dv
     [B, Hkv * PARTS, Sk, D / DV], head h * PARTS + p of part p of key head h. 1 <= Sk <= BLOCK_N.
 
-    PERSISTENT: any number of programs, and PARTS is 1. Else a program for each half of each tile."""
+    PERSISTENT: any number of programs, and PARTS is 1. Else a program for each half of each tile. It may start before the
+    kernel before it has ended."""
+    follow_at_once()
     WARPS: gl.constexpr = space.WARPS
     KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1
     #: registers hold O of the next block beside S and dP
@@ -376,6 +379,7 @@ VARIANT = Variant(
                  "dv": ("BLOCK_N", "WIDTH_V")},
     grid=lambda problem, config, sm_count, _early: space.programs(problem, config, sm_count),
     constants=space.widths,
+    early=lambda _config: True,
     min_arch=90,
     max_arch=90,
 )  # fmt: skip

@@ -5,7 +5,7 @@ Bound by memory, so it has no search space: one fixed config."""
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.lib.common import LOG2E, delta_of_rows, head_base, load_tile
+from fa2tune.kernels.lib.common import LOG2E, delta_of_rows, follow_at_once, head_base, load_tile
 from fa2tune.kernels.lib.extent import place
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 from fa2tune.search_spaces.sm90.bwd_prepare import SPACE
@@ -15,8 +15,6 @@ from fa2tune.spec.variant import Variant
 TERMS = tl.constexpr(space.TERMS)
 #: Rows of a block of the workspaces, of packed sequences.
 CHUNK = tl.constexpr(space.CHUNK)
-
-_START_MAIN = tl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -46,9 +44,10 @@ def bwd_prepare_hopper_kernel(
     rows_padded, SUM_COLUMNS] float32: zeros, but for the last words of each 64 rows, those of columns from USED_COLUMNS on;
     counter [counts] int32: 0; without IN_ORDER counts is 1 at most. rows_padded is a multiple of BLOCK_R, and 64 is.
     RAGGED: as sm90/bwd_fused.py has it.
-    EARLY_START: the next kernel may start once all programs of this one have, and itself waits for their end."""
+    EARLY_START: it may start before the kernel before it has ended; the next one may start once all programs of this one know
+    that, reads what is older, and waits for their end."""
     if EARLY_START:
-        tl.inline_asm_elementwise(_START_MAIN, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+        follow_at_once()
     tiles = rows_padded // BLOCK_R
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R
@@ -123,6 +122,7 @@ VARIANT = Variant(
         "EARLY_START": config.get("EARLY_START", False),
         "IN_ORDER": config.get("IN_ORDER", False),
     },
+    early=lambda config: bool(config.get("EARLY_START")),
     grid=lambda problem, config, _sm_count, _early: (
         space.padded_rows(problem) // config["BLOCK_R"] * problem.batch * problem.heads_q
     ),

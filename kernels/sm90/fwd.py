@@ -47,7 +47,7 @@ from fa2tune.kernels.lib.hopper_parts import (
 )
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_tiles, received_tile, sequence_of
 from fa2tune.search_spaces.portable.fwd_norms import norms_shape
-from fa2tune.search_spaces.portable.packed_order import order_shape
+from fa2tune.search_spaces.portable.packed_order import order_config, order_shape
 from fa2tune.search_spaces.sm90 import fwd as space
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
@@ -327,6 +327,7 @@ def fwd_hopper_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, RESCALE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr,
     NUMBERED: gl.constexpr, O_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, Q_LATE: gl.constexpr,
+    EARLY_START: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -334,7 +335,8 @@ def fwd_hopper_kernel(
     REST_DV is not 0, q_rest, ..., o_rest. qk_scale is |softmax_scale| * log2(e), and not 0. Sk >= 1. Rows
     that see no key: o = 0, lse = -inf. Any number of programs: each takes every n-th tile. With one consumer group two or three
     programs share a multiprocessor (maxnreg), and one's start and end of a tile lie under the other's products.
-    HEADS_PER_WAVE 0: by heads_in_band. norms, only if RESCALE is "never": what fwd_norms_kernel makes of k.
+    HEADS_PER_WAVE 0: by heads_in_band. norms, only if RESCALE is "never": what fwd_norms_kernel makes of k. EARLY_START, not
+    with that: it may start before the kernel before it has ended.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other. order: what packed_order_kernel makes of where
     they start. Programs take tiles from a queue. Rows behind the last sequence: o = 0, lse = -inf.
@@ -378,7 +380,7 @@ def fwd_hopper_kernel(
         RESCALE=RESCALE, Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS,
         WIDEST=WIDEST, NEGATE=NEGATE, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW, FIRST_BLOCK=FIRST_BLOCK,
         CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,
-        LONGEST_LAST=LONGEST_LAST,
+        LONGEST_LAST=LONGEST_LAST, EARLY_START=EARLY_START,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if GROUPS == 1:
@@ -439,12 +441,14 @@ VARIANT = Variant(
         **space.blocks(spec, config),
         "O_COLUMNS": space.o_columns(spec, config),
         "CONSUMER_REGISTERS": space.registers(config),
+        "EARLY_START": config.get("EARLY_START", False),
     },
     min_arch=90,
     max_arch=90,
     before=("portable/fwd_norms",),
     packed_before=("portable/packed_order",),
-    passes_on=lambda spec, config: {"BLOCK_Q": config["BLOCK_M"]} if spec.ragged else {},
+    passes_on=lambda spec, config: order_config(config["BLOCK_M"], bool(config.get("EARLY_START"))) if spec.ragged else {},
+    early=lambda config: bool(config.get("EARLY_START")),
     surrounded=lambda config, _name: config["RESCALE"] == "never",
     workspaces=_workspaces,
     fitted=space.fitted,

@@ -56,7 +56,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_members, received_tile
-from fa2tune.search_spaces.portable.packed_order import order_shape
+from fa2tune.search_spaces.portable.packed_order import order_config, order_shape
 from fa2tune.search_spaces.sm90 import fwd, fwd_grouped
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
@@ -224,7 +224,7 @@ def fwd_hopper_grouped_kernel(
 
     q, o: descriptors of blocks [1, 1, 64 / MEMBERS, MEMBERS, columns] of [B, Hkv, Sq, group, columns]; k, v, the rest of each,
     qk_scale and Sk as kernels/sm90/fwd.py has them. Rows that see no key: o = 0, lse = -inf. Any number of programs: each takes
-    every n-th tile.
+    every n-th tile. It may start before the kernel before it has ended.
 
     RAGGED: as kernels/sm90/fwd.py has it, order of tiles of BLOCK_M / MEMBERS queries. q_units, o_units: of 16 bytes, from a
     row of q and o to the next; q_group_units, o_group_units: from the query heads of a key head to the next ones."""
@@ -255,7 +255,7 @@ def fwd_hopper_grouped_kernel(
         RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS,
         WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,
         FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED,
-        RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=LONGEST_LAST,
+        RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=LONGEST_LAST, EARLY_START=True,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if GROUPS == 1:
@@ -296,9 +296,10 @@ VARIANT = Variant(
         "NEGATE": spec.negate, **fwd_grouped.blocks(spec), "QUERIES": fwd.ROWS // config["MEMBERS"],
         "CONSUMER_REGISTERS": fwd_grouped.HELD[config["BLOCK_M"]][2],
     },
+    early=lambda _config: True,
     min_arch=90,
     max_arch=90,
     packed_before=("portable/packed_order",),
-    passes_on=lambda spec, config: {"BLOCK_Q": config["BLOCK_M"] // config["MEMBERS"]} if spec.ragged else {},
+    passes_on=lambda spec, config: order_config(config["BLOCK_M"] // config["MEMBERS"], True) if spec.ragged else {},
     workspaces=_workspaces,
 )  # fmt: skip

@@ -51,7 +51,6 @@ from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
 
 PRODUCER_REGISTERS = gl.constexpr(fwd.PRODUCER_REGISTERS)
-_START_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -204,10 +203,8 @@ def fwd_hopper_split_kernel(
     IN_PARTS, of SPLITS parts.
 
     q, k, v: descriptors as kernels/sm90/fwd.py has them, and qk_scale, Sk and the number of programs, too. A part in which a
-    row sees no key has the sum 0 and the lowest maximum there is, so that it counts for nothing. EARLY: the next kernel may
-    start when all programs of this one have."""
-    if EARLY:
-        gl.inline_asm_elementwise(_START_NEXT, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    row sees no key has the sum 0 and the lowest maximum there is, so that it counts for nothing. EARLY: as EARLY_START of
+    kernels/sm90/fwd.py."""
     GROUPS: gl.constexpr = BLOCK_M // ROWS
     q, k, v = descriptors_of(q, q_rest), descriptors_of(k, k_rest), descriptors_of(v, v_rest)
     q_smem = shared_for(q, GROUPS, ROWS, BLOCK_D, REST_D)
@@ -229,7 +226,7 @@ def fwd_hopper_split_kernel(
         COLUMNS=BLOCK_D + REST_D + BLOCK_DV + REST_DV,
         WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, RAGGED=False, BLOCKS_BELOW=BLOCKS_BELOW,
         FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED,
-        RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=False,
+        RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=False, EARLY_START=EARLY,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if GROUPS == 1:
@@ -260,6 +257,7 @@ VARIANT = Variant(
     constants=lambda spec, config: {
         "NEGATE": spec.negate, **part_dims(spec, config), "CONSUMER_REGISTERS": fwd_split.HELD[config["BLOCK_M"]][2],
     },
+    early=lambda config: bool(config["EARLY"]),
     min_arch=90,
     max_arch=90,
 )  # fmt: skip

@@ -51,7 +51,7 @@ def config_of(spec: Specialization, arch: int, tma: bool, rows: int, splits: int
         block_n = min(block_n, 32)
     return {
         "BLOCK_M": rows, "BLOCK_N": block_n, "LOADS": DESCRIPTOR if described else POINTER, "IN_PARTS": splits > 1,
-        "EARLY": arch >= 90 and splits > 1, "SPLITS": splits, "num_warps": warps, "num_stages": stages, "maxnreg": 0,
+        "EARLY": arch >= 90, "SPLITS": splits, "num_warps": warps, "num_stages": stages, "maxnreg": 0,
     }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ SPACE = SearchSpace(
         "BLOCK_N": (16, 32, 64, 128),
         "LOADS": (POINTER, DESCRIPTOR),  # of K and V
         "IN_PARTS": (False, True),  # True: another kernel puts the output together
-        "EARLY": (False, True),  # that kernel may start before this one has ended
+        "EARLY": (False, True),  # it may start before the one before it has ended, and the next one then
         "SPLITS": tuple(range(1, MOST_SPLITS + 1)),
         "num_warps": (4, 8),
         "num_stages": (1, 2, 3, 4),

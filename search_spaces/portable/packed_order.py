@@ -14,6 +14,11 @@ def order_shape(problem: Problem, block: int) -> tuple[int, int]:
     return problem.query_tiles(block) + 1, WORDS
 
 
+def order_config(block: int, early: bool) -> dict[str, int]:
+    """What is set here by a kernel with tiles of ``block`` queries; ``early``: that starts early, and so does this one."""
+    return {"BLOCK_Q": block, **({"EARLY_START": True} if early else {})}
+
+
 SPACE = SearchSpace(
     name="packed_order",
     dimensions={

@@ -74,7 +74,7 @@ SPACE = SearchSpace(
         "Q_IN_REGISTERS": (False, True),
         "NUMBERED": (False, True),
         "IN_PARTS": (False, True),  # head dims are computed as sums of two powers of two
-        "EARLY": (False, True),  # the kernel that puts parts together may start before this one has ended
+        "EARLY": (False, True),  # it may start before the one before it has ended, and the next one then
         "SPLITS": tuple(range(2, MOST_SPLITS + 1)),
         "num_warps": (4,),
         "maxnreg": (0, 128),
