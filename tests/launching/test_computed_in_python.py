@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import kernels_in_python
@@ -149,6 +149,26 @@ def compare(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> N
         assert error <= LARGEST_ERROR * max(1.0, expected[~infinite].abs().max().item()), (name, error)
 
 
+def check_bits_beside(
+    call: Call,
+    forward: Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]],
+    scales: tuple[float, ...] = (1.0, float("nan")),
+) -> None:
+    """Every second sequence has the same bits of (o, lse) whatever the others hold: their values times each of ``scales``."""
+    found = []
+    for others in scales:
+        given = inputs(call, 0)
+        for _, queries, keys in call.places()[::2]:
+            given["q"][:, :, queries] *= others
+            given["k"][:, :, keys] *= others
+            given["v"][:, :, keys] *= others
+        o, lse = forward(given)
+        own = [queries for _, queries, _ in call.places()[1::2]]
+        found.append([torch.cat([o[0, :, rows].flatten(), lse[0, :, rows].flatten()]) for rows in own])
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+
 def check_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any], kernel: str = "sm90/fwd") -> None:
     given = inputs(call, 0)
     q, k, v = (given[name] for name in "qkv")
@@ -260,21 +280,16 @@ def test_what_is_packed_with_a_sequence_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch, mask: Mask, settings: dict[str, Any]
 ) -> None:
     """Not the bound of its scores either, whatever the norms of other sequences' keys, and whether these are numbers."""
-    call, found = Call(PACKING, (2, 1), (64, 64), mask, packed=True), []
-    for others in (1.0, 9.0, float("nan")):
-        given = inputs(call, 0)
+    call = Call(PACKING, (2, 1), (64, 64), mask, packed=True)
+
+    def forward(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = (given[name] for name in "qkv")
-        for _, queries, keys in call.places()[::2]:
-            q[:, :, queries] *= others
-            k[:, :, keys] *= others
-            v[:, :, keys] *= others
         lse = torch.full(q.shape[1:3], torch.nan)
         tensors = {"q": q, "k": k, "v": v, "o": unset(q, 64), "lse": lse, **offsets(call)}
         computed(PythonGpu(monkeypatch, values=True), call, "sm90/fwd", tensors, settings)
-        own = [queries for _, queries, _ in call.places()[1::2]]
-        found.append([torch.cat([tensors["o"][0, :, rows].flatten(), lse[:, rows].flatten()]) for rows in own])
-    for others in found[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+        return tensors["o"], lse[None]
+
+    check_bits_beside(call, forward, (1.0, 9.0, float("nan")))
 
 
 TOGETHER = {"ORDER": "together"}

@@ -181,8 +181,13 @@ def split_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     time = LAUNCH_US + _busy_us(problem, TileWork(programs, blocks, rows, keys, held, sharing, columns, pace), gpu)
     if splits == 1:
         return time - ALONE_US if rows == ALONE_ROWS and programs <= gpu.sm_count and not _is_hopper(config) else time
+    return time + combine_us(problem, splits, pace, gpu)
+
+
+def combine_us(problem: Problem, splits: int, pace: Pace, gpu: Gpu) -> float:
+    """Of putting parts together, which are written and read."""
     summed = 4 * splits * problem.batch * problem.heads_q * problem.seqlen_q * (problem.head_dim_v + 2)
-    return time + pace.combine_us + 2 * summed / (gpu.hbm_gbs * 1e3)
+    return pace.combine_us + 2 * summed / (gpu.hbm_gbs * 1e3)
 
 
 def _is_hopper(config: Config) -> bool:
@@ -287,8 +292,8 @@ def config_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = None
 def about(problem: Problem, split: Config) -> str:
     """In one sentence, what runs in place of a forward's row."""
     heads = f"the {problem.group} query heads of a key head" if problem.group > 1 else "a query head"
-    name = splitting(split).short_name
-    said = f"fwd: few tiles, so {name} runs instead, which is expected to be faster and has no row"
+    name, why = splitting(split).short_name, "a long sequence in few tiles" if problem.extent.ragged else "few tiles"
+    said = f"fwd: {why}, so {name} runs instead, which is expected to be faster and has no row"
     said += "" if _is_hopper(split) else f": tiles have {heads} as rows"
     if split["SPLITS"] == 1:
         return f"{said}."
