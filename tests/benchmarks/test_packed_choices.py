@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from benchmark_scripts import script
@@ -16,6 +19,7 @@ from fa2tune.spec.mask import CAUSAL, Mask
 
 choices = script("packed_choices")
 H200 = gpus.named("h200")
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "calls"
 
 
 def test_the_calls_are_those_that_were_drawn() -> None:
@@ -86,3 +90,21 @@ def test_the_choice_is_what_a_call_gets() -> None:
     _, chosen = choosing.choose_backward(choosing.Chooser(problem, H200), False)
     assert choice.config == chosen[kernel].config
     assert parts == group_parts_schedule.parts(problem, chosen, H200)[kernel] > 1
+
+
+def test_raced_keys_in_parts() -> None:
+    """What serves is the fastest number of parts or takes at most 5 % longer, and no call that takes them would be faster
+    without."""
+    raced = json.loads((RECORDS / "packed_choices_7.json").read_text("utf-8"))["calls"]
+    taken = 0
+    for name, (packing, _) in choices.packings(choices.KEYS_IN_PARTS).items():
+        problem, times = choices.posed(packing), raced[name]["us"]["fwd"]
+        choice = choices.choosing.choose(problem, "fwd", choices.H200, True)
+        config = choices.packed_splits_schedule.config_of(problem, choice.config, choices.H200, choice.row)
+        if config is None:
+            assert min(times.values()) > 0.8 * times["chosen"], name
+            continue
+        taken += 1
+        served = times[f"{config['BLOCK_M']} x {config['BLOCK_N']} in {config['SPLITS']} parts"]
+        assert served <= min(0.9 * times["chosen"], 1.05 * min(times.values())), name
+    assert taken == 8

@@ -41,11 +41,6 @@ DRAWN = drawn()
 LONG = DRAWN[45][0]  # 3762 tokens in 9, the longest 3309, one head of 64
 
 
-@pytest.fixture
-def serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_splits_schedule, "SERVES", True)
-
-
 def chosen(problem: Problem) -> Config | None:
     choice = choosing.choose(problem, "fwd", H200, True)
     found, refused = forward_plans.split_of(problem, choice, H200)
@@ -59,7 +54,7 @@ def test_off_none_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [*packed_splits_schedule.all_kernels(LONG, 90)]
 
 
-def test_which_drawn_calls_take_them(serves: None) -> None:
+def test_which_drawn_calls_take_them() -> None:
     taken = {number: config for number, (problem, _) in DRAWN.items() if (config := chosen(problem))}
     assert set(taken) == {37, 45, 53, 85}
     for number, config in taken.items():
@@ -111,19 +106,19 @@ def test_parts_of_what_tiles_visit() -> None:
     ],
     ids=str,
 )
-def test_calls_that_keep_their_tiles(serves: None, other: dict[str, Any]) -> None:
+def test_calls_that_keep_their_tiles(other: dict[str, Any]) -> None:
     assert chosen(LONG) is not None
     assert chosen(replace(LONG, **other)) is None
 
 
-def test_of_one_sequence_the_length_is_known(serves: None) -> None:
+def test_of_one_sequence_the_length_is_known() -> None:
     assert chosen(replace(DRAWN[53][0], extent=Extent(RAGGED, 1))) is not None
     assert packed_splits_schedule.longest(replace(LONG, extent=Extent(RAGGED, 2, parts=2))) == (3762, 3762)
     assert packed_splits_schedule.longest(LONG) == (round(4096 / math.sqrt(2)), 2049)
 
 
 def test_they_have_to_be_worth_the_margin_and_no_loss_where_the_longest_is_shorter(
-    serves: None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     choice, margin = choosing.choose(LONG, "fwd", H200, True), packed_splits_schedule.MARGIN
     known = packed_splits_schedule.longest(LONG)
@@ -138,7 +133,7 @@ def test_they_have_to_be_worth_the_margin_and_no_loss_where_the_longest_is_short
         assert (found is not None) == taken
 
 
-def test_explain_and_precompile(serves: None) -> None:
+def test_explain_and_precompile() -> None:
     found = serving.explain_problem(LONG, H200, ("fwd",))
     assert set(found.kernels[0].binaries or {}) == {"packed_order", "sm90/fwd_split", "fwd_combine"}
     config = chosen(LONG)
