@@ -4,7 +4,7 @@ kernels/portable/packed_order.py has ordered them, and sends it to the consumer 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import PACKED_ROWS, mbarrier
+from fa2tune.kernels.lib.hopper import PACKED_ROWS, await_kernel_before, mbarrier
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
     V_EMPTY,
@@ -115,6 +115,7 @@ def _produce_packed(q, k, v, smem, barriers, queue, call, parts, form):
     (``_addressed`` in fa2tune/launching/launch.py). parts: None, or into how many the keys of a tile are split; heads of the
     queue are then parts of query heads."""
     order, _, _ = queue
+    await_kernel_before()  # nothing of what packed_order writes is read before
     FIRST: gl.constexpr = 1 if form.Q_STAGES > 1 else 0
     heads_q, group, window = call.heads_q, call.group, call.window
     if parts is not None:
@@ -187,6 +188,7 @@ def produce_parts(q, k, v, smem, barriers, queue, call, parts, form):
 def _produce_packed_members(q, k, v, smem, barriers, queue, q_units, call, MEMBERS: gl.constexpr, form):
     """As ``_produce_packed``, of tiles whose rows are the query heads of a key head: heads of the queue are MEMBERS of them."""
     order, _, _ = queue
+    await_kernel_before()  # nothing of what packed_order writes is read before
     window = call.window
     times = gl.cdiv(call.group, MEMBERS)
     heads = call.heads_q // call.group * times
