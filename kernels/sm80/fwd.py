@@ -56,6 +56,7 @@ class Form(NamedTuple):
     NEGATE: gl.constexpr
     HIDE: gl.constexpr
     LAST_KEY: gl.constexpr  #: or None
+    APPLY: gl.constexpr
     SUMS: gl.constexpr
     O_IN_HALVES: gl.constexpr
     FIRST: gl.constexpr
@@ -89,6 +90,7 @@ class Call(NamedTuple):
     offset: gl.tensor
     seqlen_k: gl.tensor
     window: tuple
+    score: tuple
     qk_scale: gl.tensor
 
 
@@ -99,8 +101,8 @@ def out_layout(warps, in_halves):
 
 
 @gluon.jit
-def _scores(query, k_smem, form):
-    """Q K^T [BLOCK_M, BLOCK_N]."""
+def _scores(query, k_smem, call, form):
+    """Q K^T [BLOCK_M, BLOCK_N], as the score term has it."""
     MMA: gl.constexpr = mma_layout(form.WARPS, 1)
     s = gl.zeros([form.BLOCK_M, form.BLOCK_N], gl.float32, layout=MMA)
     if form.Q_IN_REGISTERS:
@@ -109,7 +111,7 @@ def _scores(query, k_smem, form):
         s = a_bt(s, query.smem, k_smem, form.HEAD_DIM, STEP_COLUMNS, MMA)
     if form.NEGATE:
         s = -s
-    return s
+    return form.APPLY(s, call.score)
 
 
 @gluon.jit
@@ -160,7 +162,7 @@ def _trip(acc, more, total, peak, block, query, now, other, call, form, MASK: gl
         # V of the last block may have fewer rows; of every other block all rows are there
         _ask_v(now.v, call, block * BLOCK_N, form, MASK)
         async_copy.commit_group()
-        scores = _scores(query, now.k, form)
+        scores = _scores(query, now.k, call, form)
         async_copy.wait_group(0)
         _ask_k(now.k, call, before, form, MASK)
         async_copy.commit_group()
@@ -168,7 +170,7 @@ def _trip(acc, more, total, peak, block, query, now, other, call, form, MASK: gl
         _ask_k(other.k, call, before, form, MASK)
         _ask_v(other.v, call, before, form, MASK)
         async_copy.commit_group()
-        scores = _scores(query, now.k, form)
+        scores = _scores(query, now.k, call, form)
     if MASK:
         if form.LAST_KEY is not None:
             columns = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
@@ -223,11 +225,12 @@ def fwd_sm80_kernel(
     q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, qk_scale,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, window_left, window_right,
+    score_first, score_second,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
-    LAST_KEY: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
-    SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, SUMS: gl.constexpr, O_IN_HALVES: gl.constexpr,
+    LAST_KEY: gl.constexpr, APPLY: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    WARPS: gl.constexpr, SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, SUMS: gl.constexpr, O_IN_HALVES: gl.constexpr,
     FIRST: gl.constexpr, OTHER: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
@@ -301,12 +304,13 @@ def fwd_sm80_kernel(
         n_clear = gl.maximum(gl.minimum(below - clear_begin, n_blocks), n_masked)
 
     call = Call(
-        Source(k, stride_kn, seqlen_k), Source(v, stride_vn, seqlen_k), first, below, offset, seqlen_k, window, qk_scale
+        Source(k, stride_kn, seqlen_k), Source(v, stride_vn, seqlen_k), first, below, offset, seqlen_k, window,
+        (score_first, score_second), qk_scale,
     )  # fmt: skip
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
-        WARPS=WARPS, SCHEDULE=SCHEDULE, Q_IN_REGISTERS=Q_IN_REGISTERS, NEGATE=NEGATE, HIDE=HIDE, LAST_KEY=LAST_KEY, SUMS=SUMS,
-        O_IN_HALVES=O_IN_HALVES, FIRST=FIRST, OTHER=OTHER,
+        WARPS=WARPS, SCHEDULE=SCHEDULE, Q_IN_REGISTERS=Q_IN_REGISTERS, NEGATE=NEGATE, HIDE=HIDE, LAST_KEY=LAST_KEY, APPLY=APPLY,
+        SUMS=SUMS, O_IN_HALVES=O_IN_HALVES, FIRST=FIRST, OTHER=OTHER,
     )  # fmt: skip
     last = (below - 1) * BLOCK_N
     ask(q_smem, Source(q, stride_qm, seqlen_q), start_m, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
