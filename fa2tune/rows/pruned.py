@@ -33,6 +33,7 @@ WORDS: Mapping[str, str] = {
     "one_group_shares": "maxnreg does not suit the number of consumer groups",
     "orders_are_for_persistent_programs": "PAIRS or DYNAMIC has no effect here",
     "others_take_over_what_comes_late": "BESIDE needs DYNAMIC if PERSISTENT",
+    "held_columns_are_of_q": "Q_HELD beside Q_IN_REGISTERS, or more than Q has",
     "p_in_registers_has_one_split": "P_THROUGH registers needs SCORE_WARPS 1 and KEY_WARPS num_warps",
     "packed_sequences_in_one_form": "packed sequences need DYNAMIC, PERSISTENT and no PAIRS",
     "packed_tensors_within_32_bits": "packed tensors of 4 GiB or more",

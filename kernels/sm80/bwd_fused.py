@@ -135,6 +135,7 @@ VARIANT = Variant(
     grid=lambda problem, config, _sm_count, _early: problem.key_tiles(config["BLOCK_N"]) * problem.heads_kv,
     constants=constants,
     fitted=space.fitted,
+    suited=space.suited,
     before=("sm80/bwd_prepare",),
     after=("sm80/bwd_finish",),
     workspaces=_workspaces,

@@ -6,6 +6,7 @@ from fa2tune.search_spaces.lib.ampere import (
     SIXTEEN_BIT,
     WITHOUT_WGMMA,
     block_dims,
+    even_bands,
     register_cap_leaves,
     shared_limit,
 )
@@ -100,6 +101,11 @@ def fitted(spec: Specialization, config: Config) -> Config:
         found |= {"P_THROUGH": "shared", "EARLY": True, "BLOCK_M": min(config["BLOCK_M"], 64)}
     most = found["BLOCK_M"] // 16
     return {**found, **{name: min(found[name], most) for name in ("SCORE_WARPS", "QUERY_WARPS")}}
+
+
+def suited(problem: Problem, config: Config) -> Config:
+    """A row's config for a call's own heads: no more in a band than needed, as programs of a band add to dQ of all of them."""
+    return even_bands(problem, config, problem.batch * problem.heads_kv)
 
 
 SPACE = SearchSpace(

@@ -460,6 +460,21 @@ def test_forward_by_mma_sync(monkeypatch: pytest.MonkeyPatch, call: Call, schedu
     check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, {"SCHEDULE": schedule, "SUMS": sums}, "sm80/fwd")
 
 
+#: Columns of Q in registers: head dims, of which some are left, or none; or less than a step of padding.
+HELD_COLUMNS = [((128, 128), 32, CAUSAL), ((96, 96), 96, FULL), ((96, 64), 64, band(40, 10)), ((72, 72), 64, CAUSAL)]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("schedule", ["fa2", "double"])
+@pytest.mark.parametrize(("dims", "held", "mask"), HELD_COLUMNS, ids=str)
+def test_forward_with_columns_of_q_in_registers(
+    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], held: int, mask: Mask, schedule: str, packed: bool
+) -> None:
+    call = Call(PACKING if packed else ((150, 170),), (2, 1), dims, mask, packed=packed)
+    changes = {"BLOCK_N": 32, "SCHEDULE": schedule, "Q_IN_REGISTERS": False, "Q_HELD": held}
+    check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, changes, "sm80/fwd")
+
+
 def test_forward_of_wide_heads_in_99_kib(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default of compute capability 8.6, 8.9 and 12.0, which nothing has raced."""
     call = Call(((150, 100),), (2, 1), (256, 256), CAUSAL)
