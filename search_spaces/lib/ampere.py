@@ -7,7 +7,7 @@ NAME = "sm80"  #: the implementation that these kernels' configs name
 #: Bytes of shared memory a block may have, by compute capability; others have 99 KiB or are not served
 SHARED_BYTES = {80: 163 * 1024, 87: 163 * 1024, 90: 227 * 1024}
 LEAST_SHARED_BYTES = 99 * 1024
-#: Keys of all heads of a forward's band, at least: its short tiles can then fill what its long ones leave, and K and V of so many
+#: Keys of all heads of a band of the forward, at least: its short tiles can fill what its long ones leave. K and V of so many
 #: fit the L2 of an A100.
 BAND_KEYS = 1 << 15
 
