@@ -308,6 +308,8 @@ def planned(
     journal: Journal, dtype: str, dims: Sequence[int], masks: Sequence[str], gpu: Gpu, kernels: Sequence[str] = KERNELS
 ) -> dict[Any, list[Any]]:  # fmt: skip
     """(kernel, specialization) -> configs to race."""
+    if unknown := [kernel for kernel in kernels if kernel not in KERNELS]:
+        raise click.BadParameter(f"--kernel: got {', '.join(unknown)}, allowed are {', '.join(KERNELS)}")
     found = {}
     for spec in (Specialization(dtype, dim, dim, mask) for dim in dims for mask in masks):
         for kernel in kernels:
