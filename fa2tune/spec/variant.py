@@ -186,7 +186,7 @@ class Variant:
     #: (problem, config, whether the kernel does start early: not every driver lets it) -> integer parameters of these kernels,
     #: besides those that all kernels get
     scalars: Callable[[Problem, Config, bool], dict[str, int]] = field(default=lambda problem, config, early: {})
-    #: (specialization, config of a row of other head dims that are padded alike) -> config for its own
+    #: (specialization, config of a row of other head dims that are padded alike, or without its score term) -> config for it
     fitted: Callable[[Specialization, Config], Config] = field(default=lambda spec, config: config)
     #: (problem, config of a row that serves it) -> config: without what pays only for problems more like the row's own
     suited: Callable[[Problem, Config], Config] = field(default=lambda problem, config: config)
