@@ -10,6 +10,8 @@
     python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 5 --pass bwd     # backwards behind the fastest peer
     python benchmarks/packed_choices.py --drawing 5 --pass bwd --out benchmarks/calls/packed_choices_5.json
     python benchmarks/packed_choices.py --drawing 6 --pass bwd --out benchmarks/calls/packed_choices_6.json   # bands of heads
+    python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 7                # keys of tiles in parts
+    python benchmarks/packed_choices.py --drawing 7 --out benchmarks/calls/packed_choices_7.json
     python benchmarks/packed_choices.py --list                                         # what would be timed; no GPU
 
 The calls: those of a drawing, benchmarks/calls/random_packings.json, random_packings_2.json or _3, that CALLS names by their
@@ -23,7 +25,9 @@ row's config with groups in 1, 2, 4 and 8 parts, heads in its own bands and in o
 the choice; of the second: the choice and what differs from it in one respect (``beside_choice``). 5 is BEHIND, backward alone:
 drawn calls of the third and fourth drawing that were behind the fastest peer, in other bands of heads, in the loops of the rows
 of other lengths, and with each kernel started early (``behind_peers``); where one sequence has all tokens, as a dense call,
-too. 6 is BANDS, backward alone, in each number of heads a band.
+too. 6 is BANDS, backward alone, in each number of heads a band. 7 is LONG_ONES, forward alone: few heads, most tokens in one
+sequence, and some in which splitting is expected to lose, with keys in each number of parts
+(``packed_splits_schedule``, whose estimates --list prints).
 
 Each result is compared with float32 arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each
 candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in microseconds a call, and what the
@@ -54,7 +58,9 @@ from fa2tune.calling.schedules import (
     group_parts_schedule,
     grouped_schedule,
     packed_grouped_schedule,
+    packed_lengths,
     packed_schedule,
+    packed_splits_schedule,
 )
 from fa2tune.compiling import registry
 from fa2tune.compiling.choice import Choice
@@ -64,9 +70,10 @@ from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import FUSED, Problem, bucket_of
 
+H200 = gpus.named("h200")
 DRAWINGS = {
     number: Path(__file__).parent / f"calls/random_packings{rest}.json"
-    for number, rest in ((1, ""), (2, "_2"), (3, "_3"), (4, "_4"))
+    for number, rest in ((1, ""), (2, "_2"), (3, "_3"), (4, "_4"), (6, "_6"))
 }
 #: Of the drawn calls: that lost with few key heads or tokens; and whose choice is to stay, or to pay where sequences are short.
 #: Of the second drawing all whose choice changed, or might have, but for head dims above 128.
@@ -119,6 +126,9 @@ BEHIND = {3: (41, 4, 35, 49, 39, 21, 50), 4: (22, 74, 50, 58, 28, 60, 18, 46, 62
 OTHER_BANDS = 6  #: that means BANDS
 #: Drawing -> calls whose bands of heads in the backward a margin by what the L2 holds changed.
 BANDS = {1: (13,), 2: (11, 5, 56), 3: (41, 12), 4: (46,)}
+KEYS_IN_PARTS = 7  #: that means LONG_ONES
+#: Drawing -> calls, the ones first that are expected to gain.
+LONG_ONES = {6: (45, 85, 53, 37, 20, 24, 64, 16, 44, 36), 3: (3, 37, 40), 2: (62, 66, 59, 95, 26, 7)}
 MOST_FORMS = 8  #: of a call of BEHIND
 #: What makes the loop of a backward, by which rows of other lengths differ.
 LOOP = ("BLOCK_M", "REDUCE", "ORDER", "EXPONENTIALS_FIRST", "num_warps")
@@ -143,7 +153,7 @@ def masks(said: str) -> Mask:
 def packings(drawing: int = 1) -> dict[str, tuple[Packing, Mapping[str, Any]]]:
     """Name -> (packing, what was recorded when it was drawn)."""
     found: dict[str, tuple[Packing, Mapping[str, Any]]] = {}
-    several = {ALL_TILES: TILES, BEHIND_PEERS: BEHIND, OTHER_BANDS: BANDS}
+    several = {ALL_TILES: TILES, BEHIND_PEERS: BEHIND, OTHER_BANDS: BANDS, KEYS_IN_PARTS: LONG_ONES}
     for which, calls in several.get(drawing, {drawing: CALLS.get(drawing, ())}).items():
         drawn = json.loads(DRAWINGS[which].read_text("utf-8"))["calls"]
         for name in sorted(drawn, key=lambda one: calls.index(n) if (n := int(one.split()[0])) in calls else -1):
@@ -227,6 +237,14 @@ def tiles(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
     several = packed_grouped_schedule.config_of(problem, chosen.config, chooser.gpu, chosen.row)
     served = chosen if several is None else Choice(registry.variant_named(key_splits.GROUPED_KERNEL), several)
     yield "chosen", served, 1
+
+
+def parts_of_keys(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
+    """Tiles of one and of two groups, with keys in each number of parts, and what serves without them."""
+    problem, variant = chooser.problem, registry.variant_named(key_splits.HOPPER_KERNEL)
+    for config in packed_splits_schedule.candidates(problem, chooser.gpu.arch):
+        yield f"{config['BLOCK_M']} x {config['BLOCK_N']} in {config['SPLITS']} parts", Choice(variant, config), 1
+    yield "chosen", chooser.choose("fwd"), 1
 
 
 def fused_choice(chooser: choosing.Chooser) -> tuple[Choice, int] | None:
@@ -339,6 +357,8 @@ def candidates(problem: Problem, gpu: gpus.Gpu, drawing: int = 1, only: str = ""
         return {"fwd": _distinct(several_heads(chooser)), "bwd": {}}
     if drawing == ALL_TILES:
         return {"fwd": _distinct(tiles(chooser)), "bwd": {}}
+    if drawing == KEYS_IN_PARTS:
+        return {"fwd": _distinct(parts_of_keys(chooser)), "bwd": {}}
     if drawing == BEHIND_PEERS:
         return {"fwd": {"chosen": (chooser.choose("fwd"), 1)}, "bwd": _distinct(behind_peers(chooser))}
     if drawing == OTHER_BANDS:
@@ -349,6 +369,15 @@ def candidates(problem: Problem, gpu: gpus.Gpu, drawing: int = 1, only: str = ""
     if only == "bwd":
         found["fwd"] = {"chosen": (chooser.choose("fwd"), 1)}
     return found if only != "fwd" else {"fwd": found["fwd"], "bwd": {}}
+
+
+def expected(problem: Problem, choice: Choice) -> float:
+    """Microseconds that a forward of KEYS_IN_PARTS is estimated to take."""
+    rows, _ = packed_splits_schedule.longest(problem) or (0, 0)
+    lengths = packed_lengths.one_long(problem, rows)
+    if key_splits.parts_of(choice.config) > 1:
+        return packed_splits_schedule.split_us(problem, choice.config, H200, lengths)
+    return packed_schedule.expected_us(problem, choice.config, H200, lengths) or math.nan
 
 
 def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
@@ -366,7 +395,7 @@ def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
     named = candidates(problem, gpu, drawing, only)
     ragged = passes.describe(*views, packing.mask, scale, extent=problem.extent)
     calls: dict[str, dict[str, Callable[[], Any]]] = {"fwd": {}, "bwd": {}}
-    first = next(iter(named["fwd"].values()))[0]
+    *_, (first, _) = named["fwd"].values()
     o, lse = passes.ForwardPlan(ragged, *views, scale, first)(*views, *starts)
 
     def check(name: str, results: Mapping[str, torch.Tensor]) -> None:
@@ -375,7 +404,9 @@ def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
             raise click.ClickException(f"{packing}, {name}: {problem_with_it}")
 
     for name, (choice, _) in named["fwd"].items():
-        plan = passes.ForwardPlan(ragged, *views, scale, choice)
+        split = key_splits.parts_of(choice.config) > 1
+        plan = (key_splits.SplitPlan(ragged, *views, scale, choice.config) if split
+                else passes.ForwardPlan(ragged, *views, scale, choice))  # fmt: skip
         check(name, {"o": plan(*views, *starts)[0]})
         calls["fwd"][name] = lambda plan=plan: plan(*views, *starts)
     whole = passes.in_one_batch(o)
@@ -407,7 +438,7 @@ def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
-@click.option("--drawing", type=click.IntRange(1, 6), default=1, show_default=True)
+@click.option("--drawing", type=click.IntRange(1, 7), default=1, show_default=True)
 @click.option("--pass", "pass_", type=click.Choice(["fwd", "bwd"]), help="Of this pass alone.  [default: both]")
 @click.option("--seconds", type=float, default=math.inf, help="Begins no call after so long.")
 @click.option("--only", type=int, multiple=True, help="The drawn call of this number, and no others.")
@@ -419,8 +450,10 @@ def main(
     if listed:
         for name, (packing, _) in asked.items():
             click.echo(name)
-            for which, named in candidates(posed(packing), gpus.named("h200"), drawing, pass_ or "").items():
-                click.echo(f"  {which}: {'; '.join(named)}")
+            problem = posed(packing)
+            for which, named in candidates(problem, H200, drawing, pass_ or "").items():
+                forms = (f"{name} ({expected(problem, choice):.1f} us)" for name, (choice, _) in named.items())
+                click.echo(f"  {which}: {'; '.join(forms if drawing == KEYS_IN_PARTS else named)}")
         return
     record = side_by_side.begun(out, {"environment": side_by_side.environment(), "drawing": drawing})
 

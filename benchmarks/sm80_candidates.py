@@ -62,13 +62,18 @@ EXTRA: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]] = {
 }  # fmt: skip
 HELD, KEYS = {"V_IN_REGISTERS": True}, {"KEYS_APART": True}
 BOTH = {"SCORES_APART": True, **KEYS}
-#: Kernel, head dim -> changes to the default, with values that no search has. Once a search space has them, rows are raced with
-#: them, too. Why these: docs/experiments/mma-sync.md.
+#: Kernel, head dim -> changes to the default that are newer than the shipped rows, and may have values that no search has. Rows
+#: are raced with those that a search space has. Why these: docs/experiments/mma-sync.md.
 FORMS: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]] = {
-    ("fwd", 256): tuple(
-        _fwd(128, n, schedule, sums, True, num_warps=8, O_IN_HALVES=True)
-        for n, schedule, sums in ((64, "fa2", "first"), (64, "fa2", "mma"), (32, "double", "mma"), (32, "fa2", "mma"))
+    ("fwd", 96): (
+        _fwd(128, 32, "double", "first", False, Q_HELD=96),
+        _fwd(128, 64, "fa2", "mma", False, Q_HELD=32), _fwd(128, 32, "fa2", "first", False, Q_HELD=96),
     ),
+    ("fwd", 128): (
+        _fwd(128, 32, "double", "first", False, Q_HELD=32), _fwd(128, 32, "double", "add", False, Q_HELD=32),
+        _fwd(128, 32, "fa2", "first", False, Q_HELD=32),
+    ),
+    ("fwd", 256): (_fwd(64, 32, "fa2", "mma", True, num_warps=4),),
     ("bwd_fused", 96): (
         _bwd(64, 128, 8, "shared", 2, 4, 2, EARLY=True, **HELD, **KEYS),
         _bwd(64, 128, 8, "shared", 2, 4, 2, EARLY=False, **HELD),

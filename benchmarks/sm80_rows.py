@@ -3,6 +3,7 @@
     python benchmarks/sm80_rows.py build STATE                       # anywhere, optional: compile what will be raced
     python benchmarks/sm80_rows.py race STATE --seconds 80           # on the Hopper GPU; again until it says "done"
     python benchmarks/sm80_rows.py race STATE --seconds 80 --dtype fp16   # what won in bf16, raced again
+    python benchmarks/sm80_rows.py race STATE --kernel fwd --headdim 96 --seqlen 512,4096   # of them these alone
     python benchmarks/sm80_rows.py show STATE                        # what leads
     python benchmarks/sm80_rows.py file STATE OUT                    # anywhere: OUT/a100-sxm-80gb.sqlite
     python benchmarks/sm80_rows.py file STATE OUT --gpu l4 --also a10,l40s   # those with the limits of an L4, too
@@ -297,14 +298,21 @@ GPU = click.option("--gpu", "name", default="a100", show_default=True)
 DIMS = click.option("--headdim", callback=comma_separated(int), default="128,64,256,96", show_default=True)
 MASKS = click.option("--mask", "masks", callback=comma_separated(str), default="full,causal", show_default=True)
 DTYPE = click.option("--dtype", type=click.Choice(("bf16", "fp16")), default="bf16", show_default=True)
+WANTED = click.option(
+    "--kernel", "kernels", callback=comma_separated(str), default=",".join(KERNELS), show_default=True
+)
 CORES = click.option("--cores", default=len(os.sched_getaffinity(0)), show_default="all")
 
 
-def planned(journal: Journal, dtype: str, dims: Sequence[int], masks: Sequence[str], gpu: Gpu) -> dict[Any, list[Any]]:
+def planned(
+    journal: Journal, dtype: str, dims: Sequence[int], masks: Sequence[str], gpu: Gpu, kernels: Sequence[str] = KERNELS
+) -> dict[Any, list[Any]]:  # fmt: skip
     """(kernel, specialization) -> configs to race."""
+    if unknown := [kernel for kernel in kernels if kernel not in KERNELS]:
+        raise click.BadParameter(f"--kernel: got {', '.join(unknown)}, allowed are {', '.join(KERNELS)}")
     found = {}
     for spec in (Specialization(dtype, dim, dim, mask) for dim in dims for mask in masks):
-        for kernel in KERNELS:
+        for kernel in kernels:
             tuned = "fwd" if kernel == "fwd" else "bwd_fused"
             of_all = candidates(tuned, spec, gpu) if dtype == "bf16" else followers(journal, kernel, spec, gpu)
             found[kernel, spec] = of_all
@@ -330,11 +338,14 @@ def wanted(plan: Mapping[Any, Sequence[Config]]) -> list[Asked]:
 @DIMS
 @MASKS
 @DTYPE
+@WANTED
 @CORES
-def build(state: Path, name: str, headdim: list[int], masks: list[str], dtype: str, cores: int) -> None:
+def build(
+    state: Path, name: str, headdim: list[int], masks: list[str], dtype: str, kernels: list[str], cores: int
+) -> None:  # fmt: skip
     """Compile what ``race`` will race. Needs no GPU."""
     images = Images(state)
-    images.compile(wanted(planned(Journal(state), dtype, headdim, masks, gpus.named(name))), cores)
+    images.compile(wanted(planned(Journal(state), dtype, headdim, masks, gpus.named(name), kernels)), cores)
     click.echo(f"{images.path}: {len(images.known)} kernels, {images.path.stat().st_size >> 10} KiB")
 
 
@@ -346,9 +357,11 @@ def build(state: Path, name: str, headdim: list[int], masks: list[str], dtype: s
 @MASKS
 @DTYPE
 @click.option("--seqlen", callback=comma_separated(int), default=",".join(map(str, BUCKETS)), show_default=True)
+@WANTED
 @CORES
 def race(
-    state: Path, seconds: float, name: str, headdim: list[int], masks: list[str], dtype: str, seqlen: list[int], cores: int
+    state: Path, seconds: float, name: str, headdim: list[int], masks: list[str], dtype: str, seqlen: list[int],
+    kernels: list[str], cores: int,
 ) -> None:  # fmt: skip
     """Race what STATE lacks, for so many seconds."""
     ends = time.monotonic() + seconds
@@ -356,7 +369,7 @@ def race(
     if here is None or not ported.can_stand_for(gpu.arch, here.arch):
         raise click.ClickException(f"--gpu: got {gpu.name}, whose code takes a GPU of compute capability 9.0 here")
     journal, images = Journal(state), Images(state)
-    plan = planned(journal, dtype, headdim, masks, gpu)
+    plan = planned(journal, dtype, headdim, masks, gpu, kernels)
     images.compile(wanted(plan), cores)
     left = carried_out(Racing(journal, images, gpu), plan, seqlen, ends)
     click.echo(

@@ -143,6 +143,7 @@ def test_tests_have_the_rooms_of_the_code() -> None:
     tests = ROOT / "tests"
     rooms = {path.parent.name for path in tests.glob("*/test_*.py")}
     assert rooms <= {*ROOMS, "spec", "benchmarks", "gpu", "interpreter"}
+    assert {path.parent.name for path in (tests / "tuning").rglob("test_*.py")} == set(FLOORS)
     names = [path.name for path in tests.rglob("test_*.py") if path.parent.name not in ("gpu", "interpreter")]
     assert len(names) == len(set(names))
 
@@ -179,11 +180,3 @@ def test_no_function_on_the_host_is_longer_than_80_lines(module: str) -> None:
 
     functions = [node for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.FunctionDef)]
     assert not {function.name: lines(function) for function in functions if lines(function) > 80}
-
-
-def test_tests_mirror_the_rooms() -> None:
-    """compat/ is tested in tests/interpreter, as its calls run kernels. Of the tuner each floor has a folder of its own."""
-    rooms = {path.parent.name for path in (ROOT / "fa2tune").glob("*/__init__.py")} - {"compat"}
-    assert {room for room in rooms if not (ROOT / "tests" / room).is_dir()} == set()
-    tuning = ROOT / "tests" / "tuning"
-    assert {path.parent.name for path in tuning.rglob("test_*.py")} == set(FLOORS)

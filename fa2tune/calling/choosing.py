@@ -156,7 +156,7 @@ class Chooser:
             variant, config = fitting(row.key.kernel, row.implementation, row.config)
         except Misfit as odd:
             return Fitted(row, row, None, str(odd))
-        if not lookup.same_columns(row.key, problem.head_dim, problem.head_dim_v):
+        if self._spec.scored or not lookup.same_columns(row.key, problem.head_dim, problem.head_dim_v):
             config = dict(variant.fitted(self._spec, config))
         if problem.extent.ragged:
             config = dict(variant.suited(problem, config))

@@ -10,7 +10,7 @@ import torch
 
 from fa2tune.calling import copies
 from fa2tune.calling.refusals import cannot_be_had
-from fa2tune.calling.schedules import grouped_schedule, packed_grouped_schedule
+from fa2tune.calling.schedules import grouped_schedule, packed_splits_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import binary_config
 from fa2tune.gpus import Gpu
@@ -66,7 +66,7 @@ def forget() -> None:
 def split_of(problem: Problem, choice: Choice, gpu: Gpu) -> tuple[Config | None, str]:
     """How keys are to be split, or query heads to share tiles, of a forward that ``choice`` would serve otherwise, None: they
     are not to be; and why the kernels for it could not be had before in this process, "": they were not refused."""
-    chosen = packed_grouped_schedule.config_of if problem.extent.ragged else grouped_schedule.instead_of
+    chosen = packed_splits_schedule.instead_of if problem.extent.ragged else grouped_schedule.instead_of
     split = chosen(problem, choice.config, gpu, choice.row)
     return split, "" if split is None else _REFUSED.get(_binary(problem, split, gpu), "")
 

@@ -27,6 +27,7 @@ from fa2tune.calling.schedules import (
     one_tile_schedule,
     packed_grouped_schedule,
     packed_schedule,
+    packed_splits_schedule,
     split_backward_schedule,
     stored_ds_schedule,
     turns_schedule,
@@ -162,6 +163,7 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
         yield from grouped_schedule.all_kernels(problem, arch)
     if kernel == "fwd" and problem.extent.ragged:
         yield from packed_grouped_schedule.all_kernels(problem, arch)
+        yield from packed_splits_schedule.all_kernels(problem, arch)
     # calls of few queries have no pass over all keys
     if forward_schedule.covers(variant) and own.config["RESCALE"] == "never":
         yield from ((*one, problem) for one in runs(kernel, spec, {**own.config, "RESCALE": "lazy"}, arch))

@@ -1,9 +1,11 @@
-"""A forward whose keys are split among programs: for calls of few queries, or of few tiles.
+"""A forward whose keys are split among programs: for calls of few queries, or of few tiles, or of one long sequence among
+packed ones.
 
 Each part's sums go to a workspace and are put together after (kernels/portable/fwd_combine.py); of one part there is nothing to
 put together. Tiles of kernels/portable/fwd_split.py have the queries of all heads of a key head as rows, those of
 kernels/sm90/fwd_split.py queries of one head. Which of the two, and how many parts:
-``calling/schedules/key_splits_schedule.py``.
+``calling/schedules/key_splits_schedule.py``; of packed sequences, for which the latter alone serves,
+``packed_splits_schedule.py``.
 
 A forward by kernels/sm90/fwd_grouped.py, whose keys are not split, is planned here as well: it, too, runs in place of the tuned
 kernel (``calling/schedules/grouped_schedule.py``), and of packed sequences, too.
@@ -34,6 +36,7 @@ from fa2tune.launching.passes import (
 from fa2tune.search_spaces.portable import fwd_combine, fwd_split
 from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
+from fa2tune.spec.extent import WHOLE
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.score import NONE
@@ -60,16 +63,17 @@ def splitting(config: Config) -> Variant:
     return variant_named(HOPPER_KERNEL if implementation_of(config) == WARP_SPECIALIZED else SPLIT_KERNEL)
 
 
-def sums(problem: Problem, splits: int) -> list[Workspace]:
-    """Where what is summed over each part lies: O, relative to a maximum, and maxima and sums of P."""
+def sums(problem: Problem, splits: int, start: int = 0) -> list[Workspace]:
+    """Where what is summed over each part lies, from ``start`` on: O, relative to a maximum, and maxima and sums of P."""
     rows = problem.batch * problem.heads_q * problem.seqlen_q
-    parts = Workspace((splits, rows, problem.head_dim_v), torch.float32, 0)
+    parts = Workspace((splits, rows, problem.head_dim_v), torch.float32, start)
     return [parts, Workspace((2, splits, rows), torch.float32, -(-parts.end // ALIGNMENT) * ALIGNMENT)]
 
 
 def plain(problem: Problem) -> Problem:
-    """As the kernel that puts parts together is compiled for: one binary serves all masks and score terms."""
-    return replace(problem, mask=FULL, score=NONE, negate=False, precision="ieee", aligned=True)
+    """As the kernel that puts parts together is compiled for: one binary serves all masks and score terms, and packed
+    sequences, whose rows are those of one batch entry."""
+    return replace(problem, mask=FULL, score=NONE, negate=False, precision="ieee", aligned=True, extent=WHOLE)
 
 
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
@@ -113,7 +117,7 @@ def grouped_tiles(problem: Problem, arch: int) -> tuple[tuple[int, int], ...]:
 def bound(
     problem: Problem, tensors: Mapping[str, torch.Tensor], softmax_scale: float, config: Config, device_index: int
 ) -> tuple[Chain | InterpretedChain, list[torch.Tensor]]:
-    """(What runs, called with the tensors and then with memory for parts, or for the order of packed tiles; like that memory,
+    """(What runs, called with the tensors and then with memory for the order of packed tiles and for parts; like that memory,
     none if there is neither). ``tensors``: q, k, v, o, lse, and of packed sequences where they start, by name, of which shapes
     and strides count."""
     arch = launch.arch_of(device_index) if device_index >= 0 else 0
@@ -121,12 +125,12 @@ def bound(
     places: dict[str, TensorPlace] = {name: index for index, name in enumerate(tensors)}
     block: list[torch.Tensor] = []
     workspaces, size = placed(splitting(config).workspaces(problem, config), tensors["q"].dtype, 0)
-    if size:
-        places |= workspaces
-        block = [torch.empty(size, dtype=torch.uint8, device="meta")]
+    places |= workspaces
     if parts_of(config) > 1:
-        places["o_parts"], places["stats"] = made = sums(problem, parts_of(config))
-        block = [torch.empty(made[-1].end, dtype=torch.uint8, device="meta")]
+        places["o_parts"], places["stats"] = made = sums(problem, parts_of(config), size)
+        size = made[-1].end
+    if size:
+        block = [torch.empty(size, dtype=torch.uint8, device="meta")]
     scalars = {"heads_kv": problem.heads_kv}
     launches = []
     for variant, its_config, posed in kernels(problem, config, arch):
@@ -138,8 +142,7 @@ def bound(
 
 
 class SplitPlan:
-    """q, k, v -> (o, lse), as ``passes.ForwardPlan``. Needs Sk >= 1 and no empty dimension; keys are split of sequences of one
-    length alone."""
+    """q, k, v -> (o, lse), as ``passes.ForwardPlan``. Needs Sk >= 1 and no empty dimension."""
 
     by_address = True
 

@@ -315,9 +315,9 @@ def form(variant: Variant, spec: Specialization, config: Config) -> BoundForm:
     return _form(variant, spec, tuple(sorted(compiler.binary_config(variant, config).items())))
 
 
-def starts_early(variant: Variant, config: Config) -> bool:
+def starts_early(variant: Variant, spec: Specialization, config: Config) -> bool:
     """Whether a config's kernel will start before the one before it has ended."""
-    return variant.early(config) and cuda.may_start_early()
+    return variant.early(spec, config) and cuda.may_start_early()
 
 
 def _bound(
@@ -354,7 +354,7 @@ def _bound(
             arguments.append(0)
         else:
             arguments.append(values[name])
-    early = starts_early(variant, config)
+    early = starts_early(variant, problem.specialization, config)
     grid = variant.programs(problem, config, sm_count(device_index), early)
     return Launch(function, grid, arguments, [slots[name] for name in names], early)
 

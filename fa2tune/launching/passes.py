@@ -193,7 +193,7 @@ class Kernels:
                 asked |= overlapped.workspaces(problem, asked)
             asked |= dq_parts.workspaces(problem, keys)
             own, size = placed(asked, some.dtype, size)
-            early = device_index >= 0 and starts_early(tuned, config)
+            early = device_index >= 0 and starts_early(tuned, posed.specialization, config)
             workspaces = common | own
             places: dict[str, TensorPlace] = {**workspaces, **given}
             scalars = {**tuned.scalars(posed, config, early), "heads_kv": problem.heads_kv, "parts": count}

@@ -80,6 +80,11 @@ class Specialization:
     def ragged(self) -> bool:
         return self.extent == RAGGED
 
+    @property
+    def scored(self) -> bool:
+        """Whether scores have a term."""
+        return self.score != NONE.name
+
 
 #: Asked for dozens of times where a plan is made.
 _specialization = lru_cache(maxsize=1024)(Specialization)

@@ -125,7 +125,7 @@ PORTABLE_FOLDER = "portable"
 #: What each callback of a Variant takes. One that does not use a parameter names it with an underscore.
 SIGNATURES = {
     "grid": ("problem", "config", "sm_count", "early"), "constants": ("spec", "config"), "passes_on": ("spec", "config"),
-    "surrounded": ("config", "name"), "early": ("config",), "workspaces": ("problem", "config"),
+    "surrounded": ("config", "name"), "early": ("spec", "config"), "workspaces": ("problem", "config"),
     "scalars": ("problem", "config", "early"), "fitted": ("spec", "config"), "suited": ("problem", "config"),
 }  # fmt: skip
 
@@ -178,14 +178,15 @@ class Variant:
     passes_before: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
     #: (config, path) -> whether a config wants this one of them
     surrounded: Callable[[Config, str], bool] = field(default=lambda config, name: True)
-    #: whether a config's kernel may start while the one before it runs, and itself waits for what that one makes
-    early: Callable[[Config], bool] = field(default=lambda config: False)
+    #: (specialization, config) -> whether the kernel may start while the one before it runs, and itself waits for what that one
+    #: makes
+    early: Callable[[Specialization, Config], bool] = field(default=lambda spec, config: False)
     #: (problem, config) -> uninitialised memory that ``before``, kernel and ``after`` share
     workspaces: Callable[[Problem, Config], Workspaces] = field(default=lambda problem, config: {})
     #: (problem, config, whether the kernel does start early: not every driver lets it) -> integer parameters of these kernels,
     #: besides those that all kernels get
     scalars: Callable[[Problem, Config, bool], dict[str, int]] = field(default=lambda problem, config, early: {})
-    #: (specialization, config of a row of other head dims that are padded alike) -> config for its own
+    #: (specialization, config of a row of other head dims that are padded alike, or without its score term) -> config for it
     fitted: Callable[[Specialization, Config], Config] = field(default=lambda spec, config: config)
     #: (problem, config of a row that serves it) -> config: without what pays only for problems more like the row's own
     suited: Callable[[Problem, Config], Config] = field(default=lambda problem, config: config)

@@ -128,10 +128,10 @@ def put(
 
 
 @gluon.jit
-def a_bt(acc, a, b, DIM: gl.constexpr, STEP: gl.constexpr, MMA: gl.constexpr):
+def a_bt(acc, a, b, DIM: gl.constexpr, STEP: gl.constexpr, MMA: gl.constexpr, BEGIN: gl.constexpr = 0):
     """acc [M, N] + a [M, K] b^T of b [N, K], both in shared memory, of which columns from DIM on are zeros: these products are
-    left out."""
-    for c in gl.static_range((DIM + STEP - 1) // STEP):
+    left out. So are those of the first BEGIN steps."""
+    for c in gl.static_range(BEGIN, (DIM + STEP - 1) // STEP):
         x = a.slice(c * STEP, STEP, 1).load(operand_a(MMA))
         y = b.slice(c * STEP, STEP, 1).permute([1, 0]).load(operand_b(MMA))
         acc = mma_v2(x, y, acc)

@@ -25,6 +25,7 @@ from fa2tune.kernels.lib.ampere import (
     put,
     shared_layout,
 )
+from fa2tune.kernels.lib.ampere_dq_accumulation import add_to_sums
 from fa2tune.kernels.lib.ampere_pairs import (
     ds_by_halves,
     pair_at_b,
@@ -38,35 +39,6 @@ from fa2tune.search_spaces.sm80 import bwd_fused as space
 from fa2tune.spec.problem import Config, Specialization, head_dim_parts, padded_head_dim
 
 STEP = gl.constexpr(space.STEP)
-
-
-@gluon.jit
-def _places(
-    sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """Where dQ of each row and of columns [FIRST, FIRST + COLUMNS) of a block goes, whose sums are at ``sums``. Sums of 8 rows
-    and 8 columns lie together: 64 numbers, half of which the 32 threads of a warp hold one each of and add to 128 bytes in a
-    row. kernels/sm80/bwd_finish.py puts them back."""
-    r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
-    c = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    # columns are constants in the addresses; known to be the same in every trip, all addresses would be kept in registers
-    of_row = in_place((r // 8) * (8 * BLOCK_D) + (r % 8) * 4)
-    of_column = (c // 8) * 64 + (c % 2) * 32 + (c % 8) // 2
-    return (sums + of_row)[:, None] + of_column[None, :]
-
-
-@gluon.jit
-def _add(
-    sums, dq, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, HEAD_DIM: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
-    """Adds dq [BLOCK_M, COLUMNS] to the sums, columns below HEAD_DIM."""
-    targets = _places(sums, BLOCK_M, BLOCK_D, FIRST, COLUMNS, layout)
-    if HEAD_DIM < FIRST + COLUMNS:
-        d = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-        gl.atomic_add(targets, dq, mask=(d < HEAD_DIM)[None, :], sem="relaxed")
-    else:
-        gl.atomic_add(targets, dq, sem="relaxed")
 
 
 class Form(NamedTuple):
@@ -94,6 +66,8 @@ class Form(NamedTuple):
     HIDE_QUERIES: gl.constexpr
     LEFT_BOUNDED: gl.constexpr
     LAST_KEY: gl.constexpr  #: or None
+    APPLY: gl.constexpr  #: of the score term
+    GRAD: gl.constexpr
     DK_FIRST: gl.constexpr
     DK_OTHER: gl.constexpr
     DV_FIRST: gl.constexpr
@@ -152,6 +126,7 @@ class Call(NamedTuple):
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     window: tuple
+    score: tuple
     qk_scale: gl.tensor
 
 
@@ -204,13 +179,13 @@ def _none(form):
 
 
 @gluon.jit
-def _scores(smem, form):
-    """Q K^T [BLOCK_M, BLOCK_N], or transposed."""
+def _scores(smem, call, form):
+    """Q K^T [BLOCK_M, BLOCK_N], or transposed, as the score term has it."""
     if form.TRANSPOSED:
         s = a_bt(_none(form), smem.k, smem.q, form.HEAD_DIM, STEP, form.SCORES)
     else:
         s = a_bt(_none(form), smem.q, smem.k, form.HEAD_DIM, STEP, form.SCORES)
-    return s
+    return form.APPLY(s, call.score)
 
 
 @gluon.jit
@@ -260,7 +235,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
         ds_by_halves(smem, peak, delta, m, call, STEP, form, MASK)
         dk_acc, dk_more, dv_acc, dv_more = _add_keys(dk_acc, dk_more, dv_acc, dv_more, smem, form)
     elif form.TRANSPOSED:
-        s = _scores(smem, form)
+        s = _scores(smem, call, form)
         if form.EARLY:
             dp = _dp(smem, form)
         p = gl.exp2(gl.fma(s, call.qk_scale, peak[None, :]))
@@ -270,9 +245,10 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
                 p = hidden_behind(p, call.columns[:, None], seen[None, :], ZERO)
             else:
                 p = form.HIDE_QUERIES(p, call.columns, m, call.offset, call.seqlen_k, call.window, SCORES)
+        slope = form.GRAD(p, s, call.score)
         if not form.EARLY:
             dp = _dp(smem, form)
-        ds = (p * (dp - delta[None, :])).to(dtype)
+        ds = (slope * (dp - delta[None, :])).to(dtype)
         smem.ds.store(ds)
         p_tile = gl.convert_layout(p.to(dtype), operand_a(form.KEYS))
         dv_acc, dv_more = add_columns(
@@ -283,7 +259,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             dk_acc, dk_more, ds_tile, smem.q, 0, BLOCK_M, form.DK_FIRST, form.DK_OTHER, form.KEYS
         )
     else:
-        s = _scores(smem, form)
+        s = _scores(smem, call, form)
         if form.EARLY:
             dp = _dp(smem, form)
         weight = gl.fma(s, call.qk_scale, peak[:, None])
@@ -294,6 +270,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             else:
                 weight = form.HIDE(weight, rows, call.start_n, call.offset, call.seqlen_k, call.window, SCORES)
         p = gl.exp2(weight)
+        slope = form.GRAD(p, s, call.score)
         smem.p.store(p.to(dtype))
         if form.ONE:
             dv_acc, dv_more = at_b(
@@ -308,7 +285,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
         else:
             if not form.EARLY:
                 dp = _dp(smem, form)
-            smem.ds.store((p * (dp - delta[:, None])).to(dtype))
+            smem.ds.store((slope * (dp - delta[:, None])).to(dtype))
             dk_acc, dk_more, dv_acc, dv_more = _add_keys(dk_acc, dk_more, dv_acc, dv_more, smem, form)
     peak = gl.load(gl.multiple_of(head.peaks + (after + r), [8]))
     _ask_queries(smem, head, after, form)
@@ -319,9 +296,11 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
     else:
         dq, dq_more = a_b(dq, dq_more, smem.ds, smem.k, BLOCK_N, STEP, form.DQ_FIRST, form.DQ_OTHER, form.QUERIES)
     block_sums = head.sums + m.to(gl.int64) * form.BLOCK_D
-    _add(block_sums, dq, BLOCK_M, form.BLOCK_D, form.HEAD_DIM, 0, form.DQ_FIRST, form.QUERIES)
+    add_to_sums(block_sums, dq, BLOCK_M, form.BLOCK_D, form.HEAD_DIM, 0, form.DQ_FIRST, form.QUERIES)
     if form.DQ_OTHER > 0:
-        _add(block_sums, dq_more, BLOCK_M, form.BLOCK_D, form.HEAD_DIM, form.DQ_FIRST, form.DQ_OTHER, form.QUERIES)
+        add_to_sums(
+            block_sums, dq_more, BLOCK_M, form.BLOCK_D, form.HEAD_DIM, form.DQ_FIRST, form.DQ_OTHER, form.QUERIES
+        )
     return dk_acc, dk_more, dv_acc, dv_more, peak
 
 

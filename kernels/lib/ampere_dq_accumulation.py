@@ -1,11 +1,43 @@
-"""The sums of dQ that kernels/sm80/bwd_fused.py and bwd_ordered.py leave, in the order of ``_places`` in
-lib/ampere_backward.py: what the kernels share that put them back. Device side, and their grid."""
+"""The sums of dQ of kernels/sm80/bwd_fused.py and bwd_ordered.py: how they are added to, in the order of ``_places``, and what
+the kernels share that put them back. Device side, and the grid of these."""
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.lib.ampere import in_place
 from fa2tune.kernels.lib.common import head_base
 from fa2tune.search_spaces.sm80 import bwd_fused as space
+
+
+@gluon.jit
+def _places(
+    sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Where dQ of each row and of columns [FIRST, FIRST + COLUMNS) of a block goes, whose sums are at ``sums``. Sums of 8 rows
+    and 8 columns lie together: 64 numbers, half of which the 32 threads of a warp hold one each of and add to 128 bytes in a
+    row. ``in_rows`` puts them back."""
+    r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+    c = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    # columns are constants in the addresses; known to be the same in every trip, all addresses would be kept in registers
+    of_row = in_place((r // 8) * (8 * BLOCK_D) + (r % 8) * 4)
+    of_column = (c // 8) * 64 + (c % 2) * 32 + (c % 8) // 2
+    return (sums + of_row)[:, None] + of_column[None, :]
+
+
+@gluon.jit
+def add_to_sums(
+    sums, dq, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, HEAD_DIM: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Adds dq [BLOCK_M, COLUMNS] to the sums, columns below HEAD_DIM."""
+    targets = _places(sums, BLOCK_M, BLOCK_D, FIRST, COLUMNS, layout)
+    if HEAD_DIM < FIRST + COLUMNS:
+        d = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+        gl.atomic_add(targets, dq, mask=(d < HEAD_DIM)[None, :], sem="relaxed")
+    else:
+        gl.atomic_add(targets, dq, sem="relaxed")
 
 
 @triton.jit

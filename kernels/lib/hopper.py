@@ -15,8 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 __all__ = [
-    "PACKED_ROWS", "fence_async_shared", "load_block", "mbarrier", "opaque", "reduce_block", "store_block", "thread_barrier",
-    "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
+    "PACKED_ROWS", "await_kernel_before", "fence_async_shared", "load_block", "mbarrier", "opaque", "reduce_block",
+    "store_block", "thread_barrier", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma",
+    "warpgroup_mma_wait",
 ]  # fmt: skip
 
 #: tma_load(descriptor, coordinates, barrier, shared): global to shared memory, completes on the barrier
@@ -43,6 +44,15 @@ else:  # 3.6 has the operation, its Python wrapper is missing
 #: Of packed sequences: row r of a sequence of n rows has the coordinate PACKED_ROWS - n + r, and the batch's coordinate is the
 #: row behind the sequence (``_addressed`` in fa2tune/launching/launch.py).
 PACKED_ROWS = gl.constexpr(1 << 30)
+
+
+_ONE_BEFORE_HAS_ENDED = gl.constexpr("griddepcontrol.wait; fence.proxy.async; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def await_kernel_before():
+    """Of a kernel that starts before the one before it has ended: until that has, and what it wrote can be loaded."""
+    gl.inline_asm_elementwise(_ONE_BEFORE_HAS_ENDED, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -36,6 +36,7 @@ class Sums(NamedTuple):
 class Place(NamedTuple):
     """A part of a tile."""
 
+    before: gl.tensor  #: rows of q in front of its sequence
     row: gl.tensor  #: first query
     b: gl.tensor
     h_kv: gl.tensor
@@ -61,6 +62,7 @@ def place_of(turn, call, parts, form):
     heads_kv = call.heads_q // call.group
     b = key_head // heads_kv
     return Place(
+        0,
         (index - head * tiles) * form.BLOCK_M,
         b,
         key_head - b * heads_kv,
@@ -70,12 +72,29 @@ def place_of(turn, call, parts, form):
 
 
 @gluon.jit
+def packed_place(head, start, end_q, rows, call, parts):
+    """Of what a queue gave (``received_tile`` in hopper_queue.py): its heads are parts of query heads."""
+    query_head = head // parts
+    h_kv = query_head // call.group
+    return Place(end_q - rows, start, 0, h_kv, query_head - h_kv * call.group, head - query_head * parts)
+
+
+@gluon.jit
 def blocks_of(place, call, parts, form):
-    """(below, count, used): the part has the key blocks [below - count, below), one or more; not used: they are another's."""
+    """``part_of_blocks`` of a place. RAGGED: call has the lengths of its sequence, which may have no keys."""
     below = form.BLOCKS_BELOW(place.row + form.BLOCK_M, call.seqlen_q, call.seqlen_k, call.window, form.BLOCK_N)
+    if form.RAGGED:
+        below = gl.maximum(below, 1)
     blocks = below - form.FIRST_BLOCK(place.row, call.seqlen_q, call.seqlen_k, call.window, form.BLOCK_N)
-    begin = blocks * place.part // parts
-    count = blocks * (place.part + 1) // parts - begin
+    return part_of_blocks(below, blocks, place.part, parts)
+
+
+@gluon.jit
+def part_of_blocks(below, blocks, part, parts):
+    """(below, count, used) of a tile that sees so many blocks below ``below``: the part has the key blocks
+    [below - count, below), one or more; not used: they are another's."""
+    begin = blocks * part // parts
+    count = blocks * (part + 1) // parts - begin
     return below - begin, gl.maximum(count, 1), count > 0
 
 
@@ -120,16 +139,16 @@ def produce_key_parts(q, k, v, smem, barriers, call, parts, form):
 
 
 @gluon.jit
-def store_sums(acc, peak, total, first, place, sums, call, HEAD_DIM_V: gl.constexpr):
+def store_sums(acc, peak, total, first, inside, place, sums, call, HEAD_DIM_V: gl.constexpr):
     """A group's sums of P V, its parts of columns [ROWS, columns] each, maxima and sums of P [ROWS], of the queries from
-    ``first`` on. Row r of a key head is query r // group of its query head r % group."""
+    ``first`` on, counted over all sequences, of which ``inside`` are there. Row r of a key head is query r // group of its
+    query head r % group."""
     heads_kv = call.heads_q // call.group
     all_rows = (call.batch * call.heads_q).to(gl.int64) * call.seqlen_q
     before = (place.b * heads_kv + place.h_kv).to(
         gl.int64
     ) * call.seqlen_q + first  # queries of this key head, and of others
     own = place.part * all_rows + before * call.group + place.member
-    inside = call.seqlen_q - first
     r = gl.arange(0, ROWS, layout=peak.type.layout)
     stats = sums.stats + own
     gl.store(stats + r * call.group, peak, mask=r < inside)

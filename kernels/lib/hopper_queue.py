@@ -4,7 +4,7 @@ kernels/portable/packed_order.py has ordered them, and sends it to the consumer 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import PACKED_ROWS, mbarrier
+from fa2tune.kernels.lib.hopper import PACKED_ROWS, await_kernel_before, mbarrier
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
     V_EMPTY,
@@ -16,6 +16,7 @@ from fa2tune.kernels.lib.hopper_forward import (
     produce,
 )
 from fa2tune.kernels.lib.hopper_grouped import load_members, members_of, packed_members, produce_grouped
+from fa2tune.kernels.lib.hopper_key_parts import part_of_blocks, produce_key_parts
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts
 from fa2tune.kernels.lib.warps import WARP
 from fa2tune.search_spaces.portable import packed_order as space
@@ -109,12 +110,16 @@ def sequence_of(queue, turn, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _produce_packed(q, k, v, smem, barriers, queue, call, form):
+def _produce_packed(q, k, v, smem, barriers, queue, call, parts, form):
     """As ``produce``, over the tiles of a queue. Coordinates are counted so that a block ends where its sequence does
-    (``_addressed`` in fa2tune/launching/launch.py)."""
+    (``_addressed`` in fa2tune/launching/launch.py). parts: None, or into how many the keys of a tile are split; heads of the
+    queue are then parts of query heads."""
     order, _, _ = queue
+    await_kernel_before()  # nothing of what packed_order writes is read before
     FIRST: gl.constexpr = 1 if form.Q_STAGES > 1 else 0
     heads_q, group, window = call.heads_q, call.group, call.window
+    if parts is not None:
+        heads_q, group = heads_q * parts, group * parts
     tiles = gl.load(order)
     band = call.heads_per_wave
     if band == 0:
@@ -130,8 +135,12 @@ def _produce_packed(q, k, v, smem, barriers, queue, call, form):
         row_q = PACKED_ROWS - rows + start_m
         below = gl.maximum(form.BLOCKS_BELOW(start_m + form.BLOCK_M, rows, keys, window, form.BLOCK_N), 1)
         n_blocks = below - form.FIRST_BLOCK(start_m, rows, keys, window, form.BLOCK_N)
+        h = head
+        if parts is not None:
+            h = head // parts
+            below, n_blocks, _used = part_of_blocks(below, n_blocks, head - h * parts, parts)
         row_k = PACKED_ROWS - keys + (below - 1) * form.BLOCK_N
-        load_q(q, end_q, head, row_q, turn, smem, barriers, 0, FIRST, form)
+        load_q(q, end_q, h, row_q, turn, smem, barriers, 0, FIRST, form)
         taken_at = gl.maximum(n_blocks - AHEAD, 0)
         for j in range(n_blocks):
             if j == taken_at:
@@ -143,13 +152,13 @@ def _produce_packed(q, k, v, smem, barriers, queue, call, form):
             load_parts(k, end_k, h_kv, row, barriers.k_ready.index(stage), smem.k, stage)
             if not form.Q_LATE:
                 if j == 0:
-                    load_q(q, end_q, head, row_q, turn, smem, barriers, FIRST, form.GROUPS, form)
+                    load_q(q, end_q, h, row_q, turn, smem, barriers, FIRST, form.GROUPS, form)
             await_room(barriers.v_empty, done + j, V_EMPTY, form)
             expect_parts(v, barriers.v_ready.index(stage))
             load_parts(v, end_k, h_kv, row, barriers.v_ready.index(stage), smem.v, stage)
             if form.Q_LATE:
                 if j == blocks_before_q(turn, n_blocks, form) - 1:
-                    load_q(q, end_q, head, row_q, turn, smem, barriers, FIRST, form.GROUPS, form)
+                    load_q(q, end_q, h, row_q, turn, smem, barriers, FIRST, form.GROUPS, form)
         done += n_blocks
         turn += 1
         _send(queue, turn, programs + _share(taken), tiles, heads_q, band)  # a group asks for it where this one ends
@@ -161,15 +170,25 @@ def _produce_packed(q, k, v, smem, barriers, queue, call, form):
 def produce_tiles(q, k, v, smem, barriers, queue, call, form):
     """One warp: what the consumers want of q, k and v. RAGGED: of the tiles of a queue."""
     if form.RAGGED:
-        _produce_packed(q, k, v, smem, barriers, queue, call, form)
+        _produce_packed(q, k, v, smem, barriers, queue, call, None, form)
     else:
         produce(q, k, v, smem, barriers, call, form)
+
+
+@gluon.jit
+def produce_parts(q, k, v, smem, barriers, queue, call, parts, form):
+    """``produce_key_parts``. RAGGED: of the tiles of a queue."""
+    if form.RAGGED:
+        _produce_packed(q, k, v, smem, barriers, queue, call, parts, form)
+    else:
+        produce_key_parts(q, k, v, smem, barriers, call, parts, form)
 
 
 @gluon.jit
 def _produce_packed_members(q, k, v, smem, barriers, queue, q_units, call, MEMBERS: gl.constexpr, form):
     """As ``_produce_packed``, of tiles whose rows are the query heads of a key head: heads of the queue are MEMBERS of them."""
     order, _, _ = queue
+    await_kernel_before()  # nothing of what packed_order writes is read before
     window = call.window
     times = gl.cdiv(call.group, MEMBERS)
     heads = call.heads_q // call.group * times

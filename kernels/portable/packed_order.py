@@ -10,6 +10,7 @@ from fa2tune.search_spaces.portable import packed_order as space
 from fa2tune.spec.variant import Variant
 
 WORDS = tl.constexpr(space.WORDS)
+_START_NEXT = tl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -27,13 +28,17 @@ def _sides(cu_seqlens, index, sequences, total, BEHIND: tl.constexpr):
 @triton.jit
 def packed_order_kernel(
     cu_seqlens_q, cu_seqlens_k, order, batch, seqlen_q, seqlen_k, BLOCK_Q: tl.constexpr, IN_TURNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """cu_seqlens_q, cu_seqlens_k [batch + 1] int32 -> order [1 + seqlen_q // BLOCK_Q + batch + 1, WORDS] int32: the head
     [tiles, 0, keys of the longest sequences], and an entry a tile of BLOCK_Q queries, [first row within its sequence, row where
     that ends, its rows, key where it ends, its keys, 0, its number]. seqlen_q, seqlen_k: rows of all together. Sequences of
     more keys come first, and of each the last tile, the longest of a causal mask. Of those of as many keys and tiles one comes
     after the other, and the last ones, which have IN_TURNS tiles, take turns: so the last tiles of all are short ones. Every
-    row of q is in a tile: the rows behind the last sequence are one more, without keys. One program a sequence."""
+    row of q is in a tile: the rows behind the last sequence are one more, without keys. One program a sequence.
+    EARLY: the next kernel may start when all programs of this one have."""
+    if EARLY:
+        tl.inline_asm_elementwise(_START_NEXT, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
     own = tl.program_id(0)
     lanes = tl.arange(0, STEP)
     first_q, rows = _sides(cu_seqlens_q, own + lanes * 0, batch, seqlen_q, True)

@@ -23,9 +23,11 @@ def bwd_fused_sm80_kernel(
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     batch, heads_q, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window_left, window_right,
+    score_first, score_second,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     QUERY_BLOCKS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
-    LAST_KEY: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    LAST_KEY: gl.constexpr, APPLY: gl.constexpr, GRAD: gl.constexpr, RAGGED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
     SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr, P_THROUGH: gl.constexpr, EARLY: gl.constexpr,
     V_IN_REGISTERS: gl.constexpr, SCORES_APART: gl.constexpr, KEYS_APART: gl.constexpr, DK_FIRST: gl.constexpr,
     DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr, DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr,
@@ -53,7 +55,7 @@ def bwd_fused_sm80_kernel(
         WARPS=WARPS, SCORES=LAYOUTS[0], KEYS=LAYOUTS[1], QUERIES=LAYOUTS[2], TRANSPOSED=TRANSPOSED, ONE=P_THROUGH == "one",
         EARLY=EARLY, V_IN_REGISTERS=V_IN_REGISTERS, SCORES_APART=SCORES_APART,
         KEYS_APART=KEYS_APART, PAIR=LAYOUTS[3], IN_TURNS=False, HIDE=HIDE,
-        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, LAST_KEY=LAST_KEY,
+        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, LAST_KEY=LAST_KEY, APPLY=APPLY, GRAD=GRAD,
         DK_FIRST=DK_FIRST, DK_OTHER=DK_OTHER, DV_FIRST=DV_FIRST, DV_OTHER=DV_OTHER, DQ_FIRST=DQ_FIRST, DQ_OTHER=DQ_OTHER,
     )  # fmt: skip
     heads_kv = heads_q // group
@@ -93,7 +95,9 @@ def bwd_fused_sm80_kernel(
     heads = Heads(
         q, do, peaks, deltas, sums, stride_qh, stride_qm, stride_doh, stride_dom, rows_padded, group
     )  # fmt: skip
-    call = Call(start_n, columns, offset, seqlen_q, seqlen_k, (window_left, window_right), qk_scale)
+    call = Call(
+        start_n, columns, offset, seqlen_q, seqlen_k, (window_left, window_right), (score_first, score_second), qk_scale
+    )
     dk_acc, dk_more, dv_acc, dv_more = over_heads(
         heads, Source(k, stride_kn, seqlen_k), Source(v, stride_vn, seqlen_k), QUERY_BLOCKS, call, form
     )  # fmt: skip
@@ -130,6 +134,8 @@ VARIANT = Variant(
     descriptors={},
     grid=lambda problem, config, _sm_count, _early: problem.key_tiles(config["BLOCK_N"]) * problem.heads_kv,
     constants=constants,
+    fitted=space.fitted,
+    suited=space.suited,
     before=("sm80/bwd_prepare",),
     after=("sm80/bwd_finish",),
     workspaces=_workspaces,

@@ -31,7 +31,7 @@ from fa2tune.kernels.lib.ampere import (
 from fa2tune.kernels.lib.common import tile_and_head
 from fa2tune.kernels.lib.extent import packed_tiles
 from fa2tune.kernels.lib.gluon_extent import place
-from fa2tune.search_spaces.sm80.fwd import SPACE, STEP
+from fa2tune.search_spaces.sm80.fwd import SPACE, STEP, suited
 from fa2tune.spec.problem import head_dim_parts
 from fa2tune.spec.variant import Variant
 
@@ -53,9 +53,11 @@ class Form(NamedTuple):
     WARPS: gl.constexpr
     SCHEDULE: gl.constexpr
     Q_IN_REGISTERS: gl.constexpr
+    Q_HELD: gl.constexpr
     NEGATE: gl.constexpr
     HIDE: gl.constexpr
     LAST_KEY: gl.constexpr  #: or None
+    APPLY: gl.constexpr
     SUMS: gl.constexpr
     O_IN_HALVES: gl.constexpr
     FIRST: gl.constexpr
@@ -67,6 +69,7 @@ class Query(NamedTuple):
 
     smem: gl.shared_memory_descriptor
     tile: gl.tensor  #: Q_IN_REGISTERS: it; otherwise smem
+    held: tuple  #: its first Q_HELD columns, in steps
     rows: gl.tensor  #: their numbers
 
 
@@ -89,6 +92,7 @@ class Call(NamedTuple):
     offset: gl.tensor
     seqlen_k: gl.tensor
     window: tuple
+    score: tuple
     qk_scale: gl.tensor
 
 
@@ -99,17 +103,20 @@ def out_layout(warps, in_halves):
 
 
 @gluon.jit
-def _scores(query, k_smem, form):
-    """Q K^T [BLOCK_M, BLOCK_N]."""
+def _scores(query, k_smem, call, form):
+    """Q K^T [BLOCK_M, BLOCK_N], as the score term has it."""
     MMA: gl.constexpr = mma_layout(form.WARPS, 1)
     s = gl.zeros([form.BLOCK_M, form.BLOCK_N], gl.float32, layout=MMA)
     if form.Q_IN_REGISTERS:
         s = mma_v2(query.tile, k_smem.permute([1, 0]).load(operand_b(MMA)), s)
     else:
-        s = a_bt(s, query.smem, k_smem, form.HEAD_DIM, STEP_COLUMNS, MMA)
+        for c in gl.static_range(form.Q_HELD // STEP_COLUMNS):
+            k_columns = k_smem.slice(c * STEP_COLUMNS, STEP_COLUMNS, 1).permute([1, 0])
+            s = mma_v2(query.held[c], k_columns.load(operand_b(MMA)), s)
+        s = a_bt(s, query.smem, k_smem, form.HEAD_DIM, STEP_COLUMNS, MMA, form.Q_HELD // STEP_COLUMNS)
     if form.NEGATE:
         s = -s
-    return s
+    return form.APPLY(s, call.score)
 
 
 @gluon.jit
@@ -160,7 +167,7 @@ def _trip(acc, more, total, peak, block, query, now, other, call, form, MASK: gl
         # V of the last block may have fewer rows; of every other block all rows are there
         _ask_v(now.v, call, block * BLOCK_N, form, MASK)
         async_copy.commit_group()
-        scores = _scores(query, now.k, form)
+        scores = _scores(query, now.k, call, form)
         async_copy.wait_group(0)
         _ask_k(now.k, call, before, form, MASK)
         async_copy.commit_group()
@@ -168,7 +175,7 @@ def _trip(acc, more, total, peak, block, query, now, other, call, form, MASK: gl
         _ask_k(other.k, call, before, form, MASK)
         _ask_v(other.v, call, before, form, MASK)
         async_copy.commit_group()
-        scores = _scores(query, now.k, form)
+        scores = _scores(query, now.k, call, form)
     if MASK:
         if form.LAST_KEY is not None:
             columns = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
@@ -223,12 +230,13 @@ def fwd_sm80_kernel(
     q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, qk_scale,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, window_left, window_right,
+    score_first, score_second,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
-    LAST_KEY: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
-    SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, SUMS: gl.constexpr, O_IN_HALVES: gl.constexpr,
-    FIRST: gl.constexpr, OTHER: gl.constexpr,
+    LAST_KEY: gl.constexpr, APPLY: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    WARPS: gl.constexpr, SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, Q_HELD: gl.constexpr, SUMS: gl.constexpr,
+    O_IN_HALVES: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -238,7 +246,8 @@ def fwd_sm80_kernel(
     (two barriers a block). "double": two of each, both asked for a block ahead (one barrier). FIRST and OTHER: columns of O in
     one accumulator and in a second, as ``head_dim_parts`` has them. SUMS of rows: "add"; or by
     products with ones, "mma" after P V, "first" before it, which hides their latency. O_IN_HALVES: two warps share
-    a row of O, half of the columns each; P goes to them through shared memory. LAST_KEY: where the mask has it,
+    a row of O, half of the columns each; P goes to them through shared memory. Q_HELD: so many columns of Q stay in registers,
+    the others are read from shared memory with every key block. LAST_KEY: where the mask has it,
     ``hidden_behind`` hides what comes after it, not HIDE. RAGGED: as kernels/portable/fwd.py has it.
     """
     MMA: gl.constexpr = mma_layout(WARPS, 1)
@@ -301,26 +310,32 @@ def fwd_sm80_kernel(
         n_clear = gl.maximum(gl.minimum(below - clear_begin, n_blocks), n_masked)
 
     call = Call(
-        Source(k, stride_kn, seqlen_k), Source(v, stride_vn, seqlen_k), first, below, offset, seqlen_k, window, qk_scale
+        Source(k, stride_kn, seqlen_k), Source(v, stride_vn, seqlen_k), first, below, offset, seqlen_k, window,
+        (score_first, score_second), qk_scale,
     )  # fmt: skip
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
-        WARPS=WARPS, SCHEDULE=SCHEDULE, Q_IN_REGISTERS=Q_IN_REGISTERS, NEGATE=NEGATE, HIDE=HIDE, LAST_KEY=LAST_KEY, SUMS=SUMS,
-        O_IN_HALVES=O_IN_HALVES, FIRST=FIRST, OTHER=OTHER,
+        WARPS=WARPS, SCHEDULE=SCHEDULE, Q_IN_REGISTERS=Q_IN_REGISTERS, Q_HELD=Q_HELD, NEGATE=NEGATE, HIDE=HIDE,
+        LAST_KEY=LAST_KEY, APPLY=APPLY, SUMS=SUMS, O_IN_HALVES=O_IN_HALVES, FIRST=FIRST, OTHER=OTHER,
     )  # fmt: skip
     last = (below - 1) * BLOCK_N
     ask(q_smem, Source(q, stride_qm, seqlen_q), start_m, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
-    if Q_IN_REGISTERS:
+    if Q_IN_REGISTERS or Q_HELD > 0:
         async_copy.commit_group()
     _ask_k(k0, call, last, form, True)
     if DOUBLE:
         _ask_v(v0, call, last, form, True)
     async_copy.commit_group()
     q_tile = q_smem
+    held = ()
     if Q_IN_REGISTERS:
         async_copy.wait_group(1)
         q_tile = q_smem.load(operand_a(MMA))
-    query = Query(q_smem, q_tile, rows)
+    elif Q_HELD > 0:
+        async_copy.wait_group(1)
+        for c in gl.static_range(Q_HELD // STEP_COLUMNS):
+            held = held + (q_smem.slice(c * STEP_COLUMNS, STEP_COLUMNS, 1).load(operand_a(MMA)),)  # noqa: RUF005
+    query = Query(q_smem, q_tile, held, rows)
     p_smem = k0
     shrink_smem = k0
     if O_IN_HALVES:  # after Q is read, whose memory they take if it is in registers
@@ -386,4 +401,5 @@ VARIANT = Variant(
         "WARPS": config["num_warps"],
         **dict(zip(("FIRST", "OTHER"), head_dim_parts(spec.head_dim_v), strict=True)),
     },
+    suited=suited,
 )

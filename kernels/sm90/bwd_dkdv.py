@@ -331,6 +331,6 @@ VARIANT = Variant(
     },
     min_arch=90,
     max_arch=90,
-    early=lambda config: bool(config.get("EARLY_START")),
+    early=lambda _spec, config: bool(config.get("EARLY_START")),
     fitted=space.fitted,
 )  # fmt: skip

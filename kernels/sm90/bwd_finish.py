@@ -106,5 +106,5 @@ VARIANT = Variant(
         "USED_COLUMNS": config.get("USED_COLUMNS", config["SUM_COLUMNS"]),
         "EARLY_START": config.get("EARLY_START", False),
     },
-    early=lambda config: bool(config.get("FINISH_BESIDE") or config.get("EARLY_START")),
+    early=lambda _spec, config: bool(config.get("FINISH_BESIDE") or config.get("EARLY_START")),
 )

@@ -299,6 +299,7 @@ VARIANT = Variant(
     min_arch=90,
     max_arch=90,
     packed_before=("portable/packed_order",),
-    passes_on=lambda spec, config: {"BLOCK_Q": config["BLOCK_M"] // config["MEMBERS"]} if spec.ragged else {},
+    passes_on=lambda spec, config: {"BLOCK_Q": config["BLOCK_M"] // config["MEMBERS"], "EARLY": True} if spec.ragged else {},
+    early=lambda spec, _config: spec.ragged,
     workspaces=_workspaces,
 )  # fmt: skip

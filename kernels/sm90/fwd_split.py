@@ -1,7 +1,8 @@
 """Forward for Hopper whose keys are split among programs: that of kernels/sm90/fwd.py for calls of few tiles.
 
 Each program takes one part of the keys that its tile of queries sees; kernels/portable/fwd_combine.py puts the parts together.
-Groups, rings and products are those of kernels/sm90/fwd.py with one Q tile, and RESCALE is "lazy"."""
+Groups, rings and products are those of kernels/sm90/fwd.py with one Q tile, and RESCALE is "lazy". Packed sequences: tiles come
+from its queue."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,9 +29,9 @@ from fa2tune.kernels.lib.hopper_forward import (
 from fa2tune.kernels.lib.hopper_key_parts import (
     Sums,
     blocks_of,
+    packed_place,
     pass_entries,
     place_of,
-    produce_key_parts,
     store_sums,
     turns_of,
 )
@@ -45,10 +46,12 @@ from fa2tune.kernels.lib.hopper_parts import (
     tiles_in,
     zeros_for,
 )
+from fa2tune.kernels.lib.hopper_queue import make_queue, produce_parts, received_tile
 from fa2tune.search_spaces.lib.hopper import part_dims
+from fa2tune.search_spaces.portable.packed_order import order_shape
 from fa2tune.search_spaces.sm90 import fwd, fwd_split
 from fa2tune.spec.problem import Config, Problem
-from fa2tune.spec.variant import Variant
+from fa2tune.spec.variant import Variant, Workspaces
 
 PRODUCER_REGISTERS = gl.constexpr(fwd.PRODUCER_REGISTERS)
 _START_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
@@ -61,17 +64,19 @@ def _contributes(acc, total):
 
 
 @gluon.jit
-def _one_part(turn, done, sums, smem, barriers, qk_scale, call, CONSUMER: gl.constexpr, HEAD_DIM_V: gl.constexpr, form):
-    """This group's rows of a program's turn-th part. Returns how many key blocks are done then."""
+def _one_part(
+    turn, done, place, own, sums, smem, barriers, qk_scale, call, CONSUMER: gl.constexpr, HEAD_DIM_V: gl.constexpr, form
+):  # fmt: skip
+    """This group's rows of a program's turn-th part. own: as call, with the lengths of its sequence. Returns how many key
+    blocks are done then."""
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_N)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
     AS_PAIRS: gl.constexpr = pairs_suit(form.WIDEST, form.RIGHT_BOUNDED)
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
-    seqlen_q, seqlen_k, window = call.seqlen_q, call.seqlen_k, call.window
+    seqlen_q, seqlen_k, window = own.seqlen_q, own.seqlen_k, own.window
     offset = seqlen_k - seqlen_q  # bottom-right: row i sees keys up to i + offset
-    place = place_of(turn, call, sums.parts, form)
-    below, n_blocks, used = blocks_of(place, call, sums.parts, form)
+    below, n_blocks, used = blocks_of(place, own, sums.parts, form)
     first = place.row + CONSUMER * ROWS
     rows = first + gl.arange(0, ROWS, layout=row_s)
     clear_begin, clear_end = form.CLEAR_BLOCKS(first, first + ROWS, seqlen_q, seqlen_k, window, form.BLOCK_N)
@@ -163,20 +168,34 @@ def _one_part(turn, done, sums, smem, barriers, qk_scale, call, CONSUMER: gl.con
     kept = (_contributes(acc[0], row_total),)
     if len(acc) > 1:
         kept = (kept[0], _contributes(acc[1], row_total))
-    if form.LEFT_BOUNDED or form.RIGHT_BOUNDED:
-        row_total = gl.where(form.SEES_A_KEY(rows, offset, seqlen_k, window), row_total, -1.0)
-    store_sums(kept, peak, row_total, first, place, sums, call, HEAD_DIM_V)
+    if form.LEFT_BOUNDED or form.RIGHT_BOUNDED or form.RAGGED:
+        sees_a_key = form.SEES_A_KEY(rows, offset, seqlen_k, window)
+        if form.RAGGED:
+            sees_a_key = sees_a_key & (seqlen_k > 0)
+        row_total = gl.where(sees_a_key, row_total, -1.0)
+    store_sums(kept, peak, row_total, place.before + first, seqlen_q - first, place, sums, call, HEAD_DIM_V)
     return done
 
 
 @gluon.jit
-def _consume(sums, smem, barriers, qk_scale, call, CONSUMER: gl.constexpr, HEAD_DIM_V: gl.constexpr, form):
+def _consume(sums, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr, HEAD_DIM_V: gl.constexpr, form):
     """One consumer group: rows [CONSUMER * ROWS, (CONSUMER + 1) * ROWS) of every tile."""
     if form.PINGPONG and CONSUMER == form.GROUPS - 1:
         pass_turn_on(CONSUMER, form.GROUPS)  # the first turn is group 0's
     done = 0  # key blocks of earlier parts
-    for turn in range(turns_of(call, sums.parts, form)):
-        done = _one_part(turn, done, sums, smem, barriers, qk_scale, call, CONSUMER, HEAD_DIM_V, form)
+    if form.RAGGED:
+        turn = 0
+        head, start, end_q, rows, _end_k, keys = received_tile(queue, 0, 4)
+        while head >= 0:
+            place = packed_place(head, start, end_q, rows, call, sums.parts)
+            own = Call(1, call.heads_q, call.group, rows, keys, 0, call.window)
+            done = _one_part(turn, done, place, own, sums, smem, barriers, qk_scale, call, CONSUMER, HEAD_DIM_V, form)
+            turn += 1
+            head, start, end_q, rows, _end_k, keys = received_tile(queue, turn, 4)
+    else:
+        for turn in range(turns_of(call, sums.parts, form)):
+            place = place_of(turn, call, sums.parts, form)
+            done = _one_part(turn, done, place, call, sums, smem, barriers, qk_scale, call, CONSUMER, HEAD_DIM_V, form)
     if form.PINGPONG and CONSUMER == 0:
         await_turn(CONSUMER)  # the last group has passed on once more than it was passed
 
@@ -193,10 +212,11 @@ def _slots(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def fwd_hopper_split_kernel(
     q, k, v, o_parts, stats, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, SPLITS, window_left, window_right,
-    q_rest, k_rest, v_rest,
+    q_rest, k_rest, v_rest, order,
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
-    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
+    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
+    NEGATE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, NUMBERED: gl.constexpr, EARLY: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -205,7 +225,8 @@ def fwd_hopper_split_kernel(
 
     q, k, v: descriptors as kernels/sm90/fwd.py has them, and qk_scale, Sk and the number of programs, too. A part in which a
     row sees no key has the sum 0 and the lowest maximum there is, so that it counts for nothing. EARLY: the next kernel may
-    start when all programs of this one have."""
+    start when all programs of this one have. RAGGED: batch, lengths and order as kernels/sm90/fwd.py has them; parts are those
+    of one batch entry that holds all rows."""
     if EARLY:
         gl.inline_asm_elementwise(_START_NEXT, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
     GROUPS: gl.constexpr = BLOCK_M // ROWS
@@ -218,30 +239,33 @@ def fwd_hopper_split_kernel(
     k_empty, v_empty = k_ready, v_ready  # NUMBERED: no warp arrives or waits at these
     if not NUMBERED:
         k_empty, v_empty = _slots(STAGES, GROUPS), _slots(STAGES, GROUPS)
+    queue = make_queue(order, RAGGED)
     fence_async_shared()
     sums = Sums(o_parts, stats, SPLITS)
     smem = Shared(q_smem, k_smem, v_smem, ())
     barriers = Barriers(q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
-    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, 1, (window_left, window_right))
+    if RAGGED:
+        batch = 1
+    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, 0, (window_left, window_right))
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=1, Q_LATE=False, PINGPONG=PINGPONG,
         RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH="own", NUMBERED=NUMBERED,
         COLUMNS=BLOCK_D + REST_D + BLOCK_DV + REST_DV,
-        WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, RAGGED=False, BLOCKS_BELOW=BLOCKS_BELOW,
+        WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,
         FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED,
         RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=False,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if GROUPS == 1:
         gl.warp_specialize([
-            (_consume, (sums, smem, barriers, qk_scale, call, 0, HEAD_DIM_V, form)),
-            (produce_key_parts, (q, k, v, smem, barriers, call, SPLITS, form)),
+            (_consume, (sums, smem, barriers, queue, qk_scale, call, 0, HEAD_DIM_V, form)),
+            (produce_parts, (q, k, v, smem, barriers, queue, call, SPLITS, form)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (sums, smem, barriers, qk_scale, call, 0, HEAD_DIM_V, form)),
-            (_consume, (sums, smem, barriers, qk_scale, call, 1, HEAD_DIM_V, form)),
-            (produce_key_parts, (q, k, v, smem, barriers, call, SPLITS, form)),
+            (_consume, (sums, smem, barriers, queue, qk_scale, call, 0, HEAD_DIM_V, form)),
+            (_consume, (sums, smem, barriers, queue, qk_scale, call, 1, HEAD_DIM_V, form)),
+            (produce_parts, (q, k, v, smem, barriers, queue, call, SPLITS, form)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -249,10 +273,15 @@ def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
     return min(fwd_split.programs(problem, config), sm_count * fwd_split.HELD[config["BLOCK_M"]][0])
 
 
+def _workspaces(problem: Problem, config: Config) -> Workspaces:
+    return {"order": (order_shape(problem, config["BLOCK_M"]), "i32")} if problem.extent.ragged else {}
+
+
 VARIANT = Variant(
     kernel=fwd_hopper_split_kernel,
     space=fwd_split.SPACE,
-    tensors={"q": "", "k": "", "v": "", "o_parts": "fp32", "stats": "fp32", "q_rest": "", "k_rest": "", "v_rest": ""},
+    tensors={"q": "", "k": "", "v": "", "o_parts": "fp32", "stats": "fp32", "q_rest": "", "k_rest": "", "v_rest": "",
+             "order": "i32"},
     descriptors={"q": (fwd.ROWS, "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
                  "q_rest": (fwd.ROWS, "REST_D"), "k_rest": ("BLOCK_N", "REST_D"), "v_rest": ("BLOCK_N", "REST_DV")},
     rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v"},
@@ -262,4 +291,8 @@ VARIANT = Variant(
     },
     min_arch=90,
     max_arch=90,
+    packed_before=("portable/packed_order",),
+    passes_on=lambda spec, config: {"BLOCK_Q": config["BLOCK_M"], "EARLY": True} if spec.ragged else {},
+    early=lambda spec, _config: spec.ragged,
+    workspaces=_workspaces,
 )  # fmt: skip

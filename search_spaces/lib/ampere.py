@@ -1,12 +1,15 @@
 """What the search spaces of kernels/sm80/ share."""
 
-from fa2tune.spec.problem import Config, Specialization, padded_head_dim
+from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import Constraint
 
 NAME = "sm80"  #: the implementation that these kernels' configs name
 #: Bytes of shared memory a block may have, by compute capability; others have 99 KiB or are not served
 SHARED_BYTES = {80: 163 * 1024, 87: 163 * 1024, 90: 227 * 1024}
 LEAST_SHARED_BYTES = 99 * 1024
+#: Keys of all heads of a band of the forward, at least: its short tiles can fill what its long ones leave. K and V of so many
+#: fit the L2 of an A100.
+BAND_KEYS = 1 << 15
 
 
 def shared_limit(arch: int) -> int:
@@ -16,6 +19,16 @@ def shared_limit(arch: int) -> int:
 def block_dims(spec: Specialization) -> tuple[int, int]:
     """Columns of the tiles of Q and K, and of those of V, O and dO."""
     return padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
+
+
+def even_bands(problem: Problem, config: Config, heads: int, keys: int = 0) -> Config:
+    """A row's config for a causal call of so many heads: bands of as many heads as the row's or more, and of ``keys`` keys or
+    more, all nearly alike. Longest tiles come first in a band: those of a narrow last one would begin when others end."""
+    if problem.mask.name != "causal" or problem.extent.ragged:
+        return config
+    least = max(config["HEADS_PER_WAVE"], keys // max(1, problem.seqlen_k))
+    bands = max(1, heads // least)
+    return {**config, "HEADS_PER_WAVE": max(config["HEADS_PER_WAVE"], -(-heads // bands))}
 
 
 SIXTEEN_BIT = Constraint(

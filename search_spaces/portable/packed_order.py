@@ -1,4 +1,4 @@
-"""kernels/portable/packed_order.py works on a few numbers and is not searched. BLOCK_Q is what the kernel behind it says."""
+"""kernels/portable/packed_order.py works on a few numbers and is not searched: the next kernel says BLOCK_Q and EARLY."""
 
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.variant import SearchSpace
@@ -14,15 +14,18 @@ def order_shape(problem: Problem, block: int) -> tuple[int, int]:
     return problem.query_tiles(block) + 1, WORDS
 
 
+_TILES = {"BLOCK_Q": 128, "IN_TURNS": IN_TURNS, "EARLY": False}
+
 SPACE = SearchSpace(
     name="packed_order",
     dimensions={
         "BLOCK_Q": (64, 128, 192),
         "IN_TURNS": (32, 64, ALL),
+        "EARLY": (False, True),  # the next kernel may start before this one has ended
         "num_warps": (1,),
         "num_stages": (1,),
         "maxnreg": (0,),
     },
     constraints=(),
-    default=lambda spec, arch: {"BLOCK_Q": 128, "IN_TURNS": IN_TURNS, "num_warps": 1, "num_stages": 1, "maxnreg": 0},
+    default=lambda spec, arch: {**_TILES, "num_warps": 1, "num_stages": 1, "maxnreg": 0},
 )

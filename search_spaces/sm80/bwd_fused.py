@@ -6,6 +6,7 @@ from fa2tune.search_spaces.lib.ampere import (
     SIXTEEN_BIT,
     WITHOUT_WGMMA,
     block_dims,
+    even_bands,
     register_cap_leaves,
     shared_limit,
 )
@@ -70,7 +71,13 @@ def _warps_fit(config: Config, spec: Specialization) -> bool:
 def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts."""
     d, dv = block_dims(spec)
-    best = BEST_SMALL if shared_limit(arch) < 160 * 1024 else BEST if spec.mask == "full" else BEST_CAUSAL
+    best = (
+        BEST_SMALL
+        if shared_limit(arch) < 160 * 1024
+        else BEST
+        if spec.mask == "full" and not spec.scored
+        else BEST_CAUSAL
+    )
     block_m, block_n, warps, through, early, score, key, query = best[max(64, d, dv)]
     while 8 * (warps // key) > min(d, dv):  # few columns of one of the two
         key *= 2
@@ -82,6 +89,23 @@ def default(spec: Specialization, arch: int) -> Config:
         "KEY_WARPS": key, "QUERY_WARPS": query, "HEADS_PER_WAVE": 16, "IMPLEMENTATION": NAME, "num_warps": warps,
         "maxnreg": 0,
     }  # fmt: skip
+
+
+def fitted(spec: Specialization, config: Config) -> Config:
+    """A row's config for calls that have a score term: with buffers of their own for P and dS, as "term_has_room" wants it, and
+    as many queries a block as there is then memory for."""
+    if not spec.scored:
+        return config
+    found = {**config, "SCORES_APART": False}
+    if config["P_THROUGH"] == "one":
+        found |= {"P_THROUGH": "shared", "EARLY": True, "BLOCK_M": min(config["BLOCK_M"], 64)}
+    most = found["BLOCK_M"] // 16
+    return {**found, **{name: min(found[name], most) for name in ("SCORE_WARPS", "QUERY_WARPS")}}
+
+
+def suited(problem: Problem, config: Config) -> Config:
+    """A row's config for a call's own heads: no more in a band than needed, as programs of a band add to dQ of all of them."""
+    return even_bands(problem, config, problem.batch * problem.heads_kv)
 
 
 SPACE = SearchSpace(
@@ -126,6 +150,11 @@ SPACE = SearchSpace(
                     and not (config["SCORES_APART"] and (config["V_IN_REGISTERS"] or config["SCORE_WARPS"] == 1))
                 )
             ),
+        ),
+        Constraint(
+            "term_has_room",
+            "a term's derivative times P goes into dS: not where P comes back from shared memory, or where other warps have dP",
+            lambda config, spec, arch: not spec.scored or (config["P_THROUGH"] != "one" and not config["SCORES_APART"]),
         ),
         Constraint(
             "p_in_registers_has_one_split",

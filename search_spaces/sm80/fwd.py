@@ -1,16 +1,18 @@
 """Search space of kernels/sm80/fwd.py."""
 
 from fa2tune.search_spaces.lib.ampere import (
+    BAND_KEYS,
     COPIES_ARE_ALIGNED,
     NAME,
     SIXTEEN_BIT,
     WITHOUT_WGMMA,
     block_dims,
+    even_bands,
     register_cap_leaves,
     shared_limit,
 )
 from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS, rows_per_warp
-from fa2tune.spec.problem import Config, Specialization, head_dim_parts
+from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import WARP_THREADS, Constraint, SearchSpace, added
 
 STEP = 16  #: columns of Q and K that are in registers at once, where Q is read from shared memory
@@ -43,7 +45,8 @@ def shared_bytes(config: Config, spec: Specialization) -> int:
 
 def live_registers(config: Config, spec: Specialization) -> int:
     """Of a thread through the loop: output, scores, and Q where it stays."""
-    q = block_dims(spec)[0] // 2 if config["Q_IN_REGISTERS"] else 0  # two to a register
+    held = block_dims(spec)[0] if config["Q_IN_REGISTERS"] else config.get("Q_HELD", 0)
+    q = held // 2  # two to a register
     held = config["BLOCK_M"] * (sum(head_dim_parts(spec.head_dim_v)) + config["BLOCK_N"] + q)
     return int(held // (config["num_warps"] * WARP_THREADS))
 
@@ -59,6 +62,11 @@ def default(spec: Specialization, arch: int) -> Config:
     }  # fmt: skip
 
 
+def suited(problem: Problem, config: Config) -> Config:
+    """A row's config for a call's own heads."""
+    return even_bands(problem, config, problem.batch * problem.heads_q, BAND_KEYS)
+
+
 SPACE = SearchSpace(
     name="fwd_sm80",
     dimensions={
@@ -68,6 +76,7 @@ SPACE = SearchSpace(
         # one buffer of K and of V, asked for in turns, two barriers a block; or two of each, asked for a block ahead, and one
         "SCHEDULE": ("fa2", "double"),
         "Q_IN_REGISTERS": (False, True),  # or read from shared memory once per key block
+        "Q_HELD": added(0, 32, 64, 96, older=0),  # or so many of its columns in registers, and the others read
         "O_IN_HALVES": added(False, older=False),  # two warps share a row of O; not searched: not timed
         "SUMS": ("add", "mma", "first"),  # of rows: by additions, or by products with ones, after P V or before it
         "HEADS_PER_WAVE": (1, 4, 16),
@@ -89,6 +98,13 @@ SPACE = SearchSpace(
                     config["BLOCK_M"] >= 16 * config["num_warps"]
                     and min(filter(None, head_dim_parts(spec.head_dim_v))) >= 16
                 )
+            ),
+        ),
+        Constraint(
+            "held_columns_are_of_q",
+            "columns of Q in registers are some of its own, in whole steps, where not all are there, with padding",
+            lambda config, spec, arch: (
+                not config["Q_HELD"] or (not config["Q_IN_REGISTERS"] and config["Q_HELD"] <= spec.head_dim)
             ),
         ),
         Constraint(

@@ -40,7 +40,7 @@ def _tile(spec: Specialization, rows: int) -> Config | None:
 
 def tiles(spec: Specialization, arch: int) -> tuple[int, ...]:
     """Rows that a tile may have; none, where the kernel cannot compute such a call."""
-    if arch != 90 or spec.dtype == "fp32" or not spec.aligned or spec.ragged or spec.score != "none":
+    if arch != 90 or spec.dtype == "fp32" or not spec.aligned or spec.score != "none":
         return ()
     return tuple(rows for rows in ROWS if _tile(spec, rows) is not None)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from benchmark_scripts import script
@@ -16,6 +19,7 @@ from fa2tune.spec.mask import CAUSAL, Mask
 
 choices = script("packed_choices")
 H200 = gpus.named("h200")
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "calls"
 
 
 def test_the_calls_are_those_that_were_drawn() -> None:
@@ -25,6 +29,8 @@ def test_the_calls_are_those_that_were_drawn() -> None:
     assert [int(name.split()[0]) for name in tiled] == [n for numbers in choices.TILES.values() for n in numbers]
     behind = choices.packings(choices.BEHIND_PEERS)
     assert [int(name.split()[0]) for name in behind] == [n for numbers in choices.BEHIND.values() for n in numbers]
+    long = choices.packings(choices.KEYS_IN_PARTS)
+    assert [int(name.split()[0]) for name in long] == [n for numbers in choices.LONG_ONES.values() for n in numbers]
     for _, call in behind.values():
         assert call["bwd"]["ratio"] < 0.99
     for name, (packing, call) in {**choices.packings(1), **choices.packings(2)}.items():
@@ -32,12 +38,12 @@ def test_the_calls_are_those_that_were_drawn() -> None:
     assert choices.masks("causal") == CAUSAL and choices.masks("window 7, 0") == Mask("band", 7, 0)
 
 
-@pytest.mark.parametrize("drawing", [1, 2, 4])
+@pytest.mark.parametrize("drawing", [1, 2, 4, 7])
 def test_every_candidate_can_run_and_the_choice_is_one_of_them(drawing: int) -> None:
     for packing, _ in choices.packings(drawing).values():
         problem = choices.posed(packing)
         for pass_, named in choices.candidates(problem, H200, drawing).items():
-            if (drawing, pass_) == (choices.ALL_TILES, "bwd"):
+            if drawing in (choices.ALL_TILES, choices.KEYS_IN_PARTS) and pass_ == "bwd":
                 assert not named
                 continue
             assert [name for name in named if name.endswith("chosen")] == list(named)[-1:] and len(named) > 1
@@ -84,3 +90,21 @@ def test_the_choice_is_what_a_call_gets() -> None:
     _, chosen = choosing.choose_backward(choosing.Chooser(problem, H200), False)
     assert choice.config == chosen[kernel].config
     assert parts == group_parts_schedule.parts(problem, chosen, H200)[kernel] > 1
+
+
+def test_raced_keys_in_parts() -> None:
+    """What serves is the fastest number of parts or takes at most 5 % longer, and no call that takes them would be faster
+    without."""
+    raced = json.loads((RECORDS / "packed_choices_7.json").read_text("utf-8"))["calls"]
+    taken = 0
+    for name, (packing, _) in choices.packings(choices.KEYS_IN_PARTS).items():
+        problem, times = choices.posed(packing), raced[name]["us"]["fwd"]
+        choice = choices.choosing.choose(problem, "fwd", choices.H200, True)
+        config = choices.packed_splits_schedule.config_of(problem, choice.config, choices.H200, choice.row)
+        if config is None:
+            assert min(times.values()) > 0.8 * times["chosen"], name
+            continue
+        taken += 1
+        served = times[f"{config['BLOCK_M']} x {config['BLOCK_N']} in {config['SPLITS']} parts"]
+        assert served <= min(0.9 * times["chosen"], 1.05 * min(times.values())), name
+    assert taken == 8

@@ -238,4 +238,12 @@ def test_the_page_has_what_was_recorded(record: str, of: str, races: int) -> Non
 def test_race_needs_a_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fa2tune.gpus.present", lambda: None)
     with pytest.raises(click.ClickException, match=r"capability 9\.0"):
-        sm80_rows.race.callback(tmp_path, 1.0, "a100", [64], ["full"], "bf16", [512], 1)
+        sm80_rows.race.callback(tmp_path, 1.0, "a100", [64], ["full"], "bf16", [512], ["fwd"], 1)
+
+
+def test_some_kernels_alone_are_planned(tmp_path: Path) -> None:
+    journal = sm80_rows.Journal(tmp_path)
+    plan = sm80_rows.planned(journal, "bf16", [96], ["full"], A100, ["fwd"])
+    assert [kernel for kernel, _ in plan] == ["fwd"]
+    with pytest.raises(click.BadParameter, match=r"--kernel: got dq, allowed are fwd, bwd"):
+        sm80_rows.planned(journal, "bf16", [96], ["full"], A100, ["dq"])

@@ -302,14 +302,42 @@ def test_estimates_of_drawn_calls_are_near_their_times():
     assert math.exp(sum(abs(math.log(ratio)) for ratio in fitted) / len(fitted)) < 1.15
 
 
-def test_calls_that_lost_when_they_were_split_have_tuned_tiles_now():
+def test_calls_that_lost_when_the_portable_kernel_split_them_have_full_tiles_now():
     """0.53 to 0.91 of the fastest peer."""
     lost = [
         problem for calls in drawn() for problem, served, _, ratio in calls
         if served["kernel"] == "portable/fwd_split" and ratio < 0.95
     ]  # fmt: skip
     assert len(lost) == 8
-    assert all(split_of(problem) is None for problem in lost)
+    splits = [found for problem in lost if (found := split_of(problem)) is not None]
+    assert [key_splits_schedule.splitting(found).name for found in splits] == ["sm90/fwd_split"]
+
+
+CAUSAL_CALL = re.compile(r"(\d+) x (\d+)/(\d+) heads, (\d+) queries, (\d+) keys, head dim (\d+)(?:/(\d+))?, causal")
+
+
+def raced_in_one_turn():
+    """Causal calls of up to a full tile a multiprocessor, and how long the splits that were raced took."""
+    for path in sorted((ROOT / "benchmarks/calls").glob("dense_forwards*.json.gz")):
+        for call in json.loads(gzip.decompress(path.read_bytes()))["calls"].values():
+            sizes = re.fullmatch(
+                r"(\d+) x (\d+)/(\d+) heads, (\d+) queries, (\d+) keys, head dim (\d+)(?:/(\d+))?, causal", call["call"]
+            )
+            if sizes and (split := next((us for name, us in call["us"].items() if name.startswith("hopper")), None)):
+                *shape, dim, dim_v = (int(one) for one in sizes.groups(sizes[6]))
+                problem = Problem("bf16", *shape, dim, dim_v, CAUSAL)
+                if (
+                    problem.query_tiles(128) * problem.heads_q <= H200.sm_count
+                    and problem.seqlen_k < 4 * problem.seqlen_q
+                ):
+                    yield problem, split, min(us for name, us in call["us"].items() if not name.startswith("hopper"))
+
+
+def test_causal_calls_of_one_turn_are_split_where_that_was_faster():
+    raced = {problem: (split, whole) for problem, split, whole in raced_in_one_turn()}
+    taken = [split / whole for problem, (split, whole) in raced.items() if split_of(problem) is not None]
+    left = [split / whole for problem, (split, whole) in raced.items() if split_of(problem) is None]
+    assert len(taken) == 3 and max(taken) < 1 and len(left) == 9 and sorted(left)[1] > 1
 
 
 def test_short_prompts_keep_the_tuned_kernel():

@@ -82,8 +82,10 @@ HOPPER = {
         ("kernels.masks.causal", "keys - offset - row", "keys - offset",
          {"sm90/bwd_fused", "sm90/bwd_dkdv", "sm90/bwd_dkdv_ds", "sm90/bwd_one_tile", *FUSED_AMPERE}, {"causal"}),
         # the hooks of no score term, and of one that rows are not measured with
-        ("kernels.scores.none", "return ds", "return 2 * ds", PORTABLE - {"portable/fwd", "portable/fwd_split"}, None),
-        ("kernels.scores.none", "    return scores\n\n\n@", "    return 2 * scores\n\n\n@", PORTABLE, None),
+        ("kernels.scores.none", "return ds", "return 2 * ds",
+         PORTABLE - {"portable/fwd", "portable/fwd_split"} | FUSED_AMPERE, None),
+        ("kernels.scores.none", "    return scores\n\n\n@", "    return 2 * scores\n\n\n@",
+         PORTABLE | {"sm80/fwd", *FUSED_AMPERE}, None),
         ("kernels.scores.softcap", "1.0 - tanh", "2.0 - tanh", set(), set()),
         # what a mask's or a score term's file says to the host alone
         ("kernels.masks.causal", 'row_mask="causal"', 'row_mask="full"', set(), set()),

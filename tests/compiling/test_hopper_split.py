@@ -12,6 +12,7 @@ from hopper_builds import TESTED, Asked, Built, builder, check_limits, check_loo
 from fa2tune.compiling import compiler, registry
 from fa2tune.search_spaces.lib.hopper import columns
 from fa2tune.search_spaces.sm90 import fwd_split
+from fa2tune.spec.extent import DENSE, RAGGED
 from fa2tune.spec.problem import Config, Specialization
 
 SPLIT, WHOLE = registry.variant_named("sm90/fwd_split"), registry.variant_named("sm90/fwd")
@@ -21,10 +22,11 @@ class Case(NamedTuple):
     dims: tuple[int, int]
     mask: str
     rows: int
+    extent: str = DENSE
 
     @property
     def spec(self) -> Specialization:
-        return Specialization("bf16", *self.dims, self.mask)
+        return Specialization("bf16", *self.dims, self.mask, extent=self.extent)
 
     @property
     def config(self) -> Config:
@@ -49,10 +51,15 @@ ALIKE = [
     for rows in fwd_split.ROWS
     if (mask, rows) != ("full", 64)
 ]
+ALIKE += [Case((128, 128), "causal", 128, RAGGED)]
 CASES = [
     *ALIKE, Case((128, 128), "band", 128), Case((128, 128), "chunked", 128), Case((64, 64), "causal", 64),
     Case((64, 64), "full", 128), Case((192, 192), "causal", 128), Case((192, 128), "full", 128), Case((200, 200), "full", 128),
     Case((256, 256), "causal", 128), Case((72, 40), "causal", 64),
+    *(Case(*case, RAGGED) for case in (
+        ((64, 64), "causal", 64), ((64, 64), "full", 128), ((96, 96), "causal", 64), ((128, 128), "band", 128),
+        ((256, 256), "causal", 128), ((72, 40), "causal", 64),
+    )),
 ]  # fmt: skip
 
 
@@ -84,7 +91,8 @@ def test_its_loops_are_those_of_keys_that_are_not_split(case: Case, built: Calla
     )
     assert len(mine) == len(others) and max(mine) <= 1.02 * max(others) and min(mine) <= 1.02 * min(others)
     if TESTED:
-        assert built(case.asked).binary.spills <= built(case.whole).binary.spills
+        more = 4 if case.spec.ragged else 0  # outside of loops: the numbers that came from the queue
+        assert built(case.asked).binary.spills <= built(case.whole).binary.spills + more
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

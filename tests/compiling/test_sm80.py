@@ -71,7 +71,6 @@ def test_what_they_cannot_do_is_refused_by_name(variant: Any) -> None:
         assert refusal(variant, gpu, spec_of(128)) == "without_wgmma"
     assert refusal(variant, "a100", spec_of(128, aligned=False)) == "copies_are_aligned"
     assert refusal(variant, "a100", spec_of(64, dtype="fp32")) == "sixteen_bit"
-    assert refusal(variant, "a100", spec_of(64, score="softcap")) == "score"
     assert set(pruned.WORDS) >= {constraint.name for constraint in variant.space.constraints}
 
 
@@ -146,6 +145,15 @@ FORMS = [
     (BACKWARD, 256, "causal", 120, {}),
     (BACKWARD, 64, "band", 80, {}),
     (BACKWARD, 128, "chunked", 86, {}),
+    (FORWARD, 128, "causal", 80, {"score": "softcap"}),
+    (FORWARD, 256, "causal", 89, {"score": "softcap"}),
+    (BACKWARD, 64, "causal", 80, {"score": "softcap"}),
+    (BACKWARD, 128, "full", 80, {"score": "softcap"}),
+    (BACKWARD, 128, "causal", 89, {"score": "softcap"}),
+    (BACKWARD, 256, "causal", 80, {"score": "softcap"}),
+    (ORDERED, 128, "causal", 80, {"score": "softcap"}),
+    (FORWARD, 96, "full", 80, {"Q_HELD": 96}),
+    (FORWARD, 128, "full", 86, {"Q_HELD": 32}),
     # not searched
     (FORWARD, 256, "full", 80, {"O_IN_HALVES": True, "BLOCK_N": 64, "SCHEDULE": "fa2"}),
     (FORWARD, 256, "causal", 89, {"O_IN_HALVES": True}),
@@ -170,7 +178,8 @@ FORMS = [
 def test_machine_code_is_what_it_is_made_of(
     variant: Any, dim: int, mask: str, arch: int, changes: dict[str, Any]
 ) -> None:
-    spec = spec_of(dim, mask)
+    score, changes = changes.get("score", "none"), {name: changes[name] for name in changes if name != "score"}
+    spec = spec_of(dim, mask, score=score)
     binary, listing = built(variant, spec, arch, **changes)
     gpu = gpus.named({80: "a100", 86: "a10", 89: "l4", 120: "rtx-5090"}[arch])
     assert limits.before_compile(variant, spec, binary.config, gpu) is None
@@ -255,8 +264,7 @@ def test_the_race_takes_forms_next_to_shipped_rows() -> None:
         (row,) = race.shipped(variant, spec, cell.length, gpus.named("l4"))
         assert row in cell.configs and cell.configs[0] == variant.space.default(spec, 89)
         assert all(variant.space.broken(config, spec, 89) is None for config in cell.configs)
-        new = ("O_IN_HALVES", "V_IN_REGISTERS", "SCORES_APART", "KEYS_APART")
-        assert any(config.get(name) for config in cell.configs for name in new)
+        assert any(config not in (row, cell.configs[0]) for config in cell.configs)
 
 
 def test_workspaces_hold_whole_blocks() -> None:

@@ -108,12 +108,12 @@ def run(
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
     strategy, configs = strategy_of(variant, config, asked, portable)
     with verify._strict("ieee"):
-        o, lse = passes.forward(q, k, v, mask=asked.mask, softmax_scale=scale, config=configs["fwd"])
+        o, lse = passes.forward(q, k, v, mask=asked.mask, softmax_scale=scale, score=asked.score, config=configs["fwd"])
         if not strategy:
             return {"o": o, "lse": lse}
         gradients = passes.backward(
-            inputs["do"], inputs.get("dlse"), q, k, v, o, lse, mask=asked.mask, softmax_scale=scale, strategy=strategy,
-            configs=configs,
+            inputs["do"], inputs.get("dlse"), q, k, v, o, lse, mask=asked.mask, softmax_scale=scale, score=asked.score,
+            strategy=strategy, configs=configs,
         )  # fmt: skip
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
@@ -144,7 +144,8 @@ def answers(
 ) -> tuple[reference.Inputs, Tensors, Tensors]:
     """Inputs, oracle, reference: once for all configs that are checked on a problem one after the other."""
     made = reference.make_inputs(asked, "cuda", with_dlse=with_dlse, **dict(inputs))
-    found = reference.oracle_and_reference(made, mask=asked.mask, softmax_scale=softmax_scale, gradients=gradients)
+    options = {"mask": asked.mask, "softmax_scale": softmax_scale, "score": asked.score}
+    found = reference.oracle_and_reference(made, gradients=gradients, **options)  # type: ignore[arg-type]
     return made, *found
 
 

@@ -80,9 +80,11 @@ def test_a_deterministic_call_is_fused_with_equal_bits() -> None:
         assert same and off < 0.02 and "sm80/bwd_ordered" in kernels
 
 
-PACKED = """
+SEEN = """
 import json
 import logging
+import fa2tune
+import test_softcap
 import test_varlen
 from fa2tune import gpus
 from fa2tune.launching import passes, ported
@@ -99,26 +101,36 @@ def seen(kernel, spec, given, arch):
     ran.update(variant.name for variant, _ in found)
     return found
 passes.runs = seen
+{calls}
+print(json.dumps(sorted(ran)))
+"""
+PACKED = """
 for packing in test_varlen.PACKINGS:
     for mask in (FULL, CAUSAL, band(65, 300)):
         test_varlen.compared("bf16", packing, mask)
 for dims, heads, mask in (((64, 64), (8, 1), FULL), ((96, 96), (4, 4), CAUSAL), ((128, 64), (4, 2), CAUSAL)):
     test_varlen.compared("bf16", "unequal", mask, dims=dims, heads=heads)
 test_varlen.compared("fp16", "odd", CAUSAL)
-print(json.dumps(sorted(ran)))
+"""
+CAPPED = """
+for dim in (64, 96, 128, 256):
+    for mask in (FULL, CAUSAL, band(128, 0)):
+        for lengths in ((512, 512), (1000, 1300), (1300, 1000)):
+            test_softcap.compared("bf16", dim, lengths, mask, 2.0)
+test_softcap.compared("fp16", 128, (700, 900), CAUSAL, score=fa2tune.Score("softcap", 30.0), softmax_scale=-0.3)
 """
 
 
 @pytest.mark.parametrize("gpu", ["a100", "l4"])
-def test_packed_sequences(gpu: str) -> None:
+@pytest.mark.parametrize("calls", [PACKED, CAPPED], ids=["packed", "capped"])
+def test_public_calls(gpu: str, calls: str) -> None:
     """By the kernels of kernels/sm80, and by no others."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(["tests/gpu", "tests", os.environ.get("PYTHONPATH", "")]),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", PACKED.format(gpu=gpu)], capture_output=True, text=True, timeout=500, env=environment
-    )
+    program = SEEN.format(gpu=gpu, calls=calls)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = {"sm80/fwd", "sm80/bwd_prepare", "sm80/bwd_fused", "sm80/bwd_finish"}
     assert set(json.loads(done.stdout.splitlines()[-1])) == kernels

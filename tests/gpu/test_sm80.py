@@ -5,6 +5,7 @@ and where that has better kernels, so that the search spaces refuse these, those
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import FUSED, Problem
+from fa2tune.spec.score import Score
 from fa2tune.spec.variant import Variant
 
 pytestmark = pytest.mark.skipif(
@@ -174,6 +176,37 @@ def test_strides(variant: Variant, dim: int, view: Any) -> None:
 def test_lse_has_a_gradient_or_none(variant: Variant) -> None:
     for with_dlse in (False, True):
         checked(variant, posed(333, 203, mask=CAUSAL), {}, with_dlse=with_dlse)
+
+
+capped = pytest.mark.parametrize("cap", [1.5, 30.0])
+
+
+@both
+@masks
+@capped
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_a_score_term(variant: Variant, mask: Mask, cap: float, dim: int) -> None:
+    for lengths in LENGTHS:
+        problem = posed(*lengths, dims=(dim, dim), mask=mask)
+        checked(variant, replace(problem, score=Score("softcap", cap)), {})
+
+
+@both
+@capped
+@pytest.mark.parametrize("mask", [Mask("band", 100, 30), Mask("chunked", 96)], ids=str)
+def test_a_score_term_under_windows(variant: Variant, mask: Mask, cap: float) -> None:
+    problem = replace(posed(333, 203, dims=(128, 64), mask=mask, dtype="fp16"), score=Score("softcap", cap))
+    for inputs in ({}, {"softmax_scale": -0.2}, {"scale": 10.0}):
+        checked(variant, problem, {}, **inputs)
+
+
+@capped
+@forms_of_the_backward
+def test_a_score_term_in_forms_of_the_backward(form: tuple[Any, ...], cap: float) -> None:
+    problem = replace(posed(333, 203, mask=CAUSAL), score=Score("softcap", cap))
+    checked(BACKWARD, problem, changes_of(form))
+    if form[0] != "one":
+        check(BACKWARD, in_order(problem, 2, **changes_of(form)), problem)  # type: ignore[arg-type]
 
 
 # ---- dQ in a fixed order

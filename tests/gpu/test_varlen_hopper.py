@@ -11,7 +11,7 @@ import torch
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference
-from fa2tune.search_spaces.sm90 import fwd_grouped
+from fa2tune.search_spaces.sm90 import fwd_grouped, fwd_split
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 
@@ -51,6 +51,9 @@ def plan_of(q, k, v, sequences, mask, settings):
         tile = settings["BLOCK_M"], settings["BLOCK_N"]
         config = fwd_grouped.config_of(problem.specialization, *tile, settings["MEMBERS"])
         return key_splits.SplitPlan(problem, *given, scale, config)
+    if "SPLITS" in settings:
+        rows, splits = settings["BLOCK_M"], settings["SPLITS"]
+        return key_splits.SplitPlan(problem, *given, scale, fwd_split.config_of(problem.specialization, rows, splits))
     variant = variant_named("sm90/fwd")
     config = {**variant.space.default(problem.specialization, 90), **settings}
     return passes.ForwardPlan(problem, *given, scale, config)
@@ -161,8 +164,33 @@ def test_head_dims_of_tiles_of_several_heads(dims):
     compared(torch.bfloat16, "many", band(7, 0), settings, heads=heads, dims=dims)
 
 
-def test_tiles_of_several_heads_in_a_graph_whose_lengths_change():
-    heads, settings = of_several(SEVERAL[0])
+#: Keys in parts: rows of a tile, and parts. Many sequences have fewer blocks than that.
+PARTS = [(64, 2), (64, 4), (128, 2), (128, 3)]
+
+
+def in_parts(rows, splits):
+    return {"BLOCK_M": rows, "SPLITS": splits}
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, band(7, 0), band(65, 300), Mask("chunked", 200)], ids=str)
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+def test_keys_in_parts(parts, packing, mask):
+    compared(torch.bfloat16, packing, mask, in_parts(*parts), heads=(4, 2))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (256, 256), (192, 128), (72, 40)], ids=str)
+def test_head_dims_of_keys_in_parts(dims):
+    compared(torch.float16, "unequal", CAUSAL, in_parts(128, 3), heads=(1, 1), dims=dims)
+    compared(torch.bfloat16, "even", band(7, 0), in_parts(128, 2), heads=(6, 2), dims=dims)
+
+
+@pytest.mark.parametrize(
+    ("settings", "heads"),
+    [(of_several(SEVERAL[0])[1], SEVERAL[0][0]), (in_parts(128, 3), (2, 1)), (in_parts(64, 4), (2, 2))],
+    ids=["several heads", "keys in parts", "keys in parts, one group"],
+)
+def test_a_graph_whose_lengths_change(settings, heads):
     tensors = [torch.randn(3000, count, 96, device="cuda", dtype=torch.bfloat16) for count in (*heads, heads[1])]
     starts = torch.tensor([0, 1000, 1000, 3000], device="cuda", dtype=torch.int32)
     plan, graph = plan_of(*tensors, 3, band(9, 0), settings), torch.cuda.CUDAGraph()
@@ -178,7 +206,8 @@ def test_tiles_of_several_heads_in_a_graph_whose_lengths_change():
         tensors[0].normal_()
 
 
-@pytest.mark.parametrize("settings", [{}, of_several(((4, 1), (128, 64), 4))[1]], ids=["one head", "several"])
+@pytest.mark.parametrize("settings", [{}, of_several(((4, 1), (128, 64), 4))[1], in_parts(128, 3)],
+                         ids=["one head", "several", "keys in parts"])  # fmt: skip
 def test_wrong_offsets_leave_other_memory_alone(settings):
     q, k, v = (torch.randn(4096, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (4, 1, 1))
     plan = plan_of(q, k, v, 3, CAUSAL, settings)

@@ -126,9 +126,7 @@ def test_kernels_without_the_hooks_leave_it_to_the_portable_ones(monkeypatch):
         assert "LOADS" in choosing.choose(asked, kernel, h200).config
         assert "LOADS" not in choosing.choose(replace(asked, score=NONE), kernel, h200).config
     refused = {name for name, one in variants().items() if refused_score(one, asked.specialization)}
-    assert refused == {
-        "sm80/fwd", "sm80/bwd_fused", "sm90/fwd", "sm90/bwd_dq", "sm90/bwd_dkdv", "sm90/bwd_fused",
-    }  # fmt: skip
+    assert refused == {"sm90/fwd", "sm90/bwd_dq", "sm90/bwd_dkdv", "sm90/bwd_fused"}
     found = serving.explain_problem(asked, h200, present=False)
     assert found.status == explanation.NEAR and "tuned without a soft cap" in found.verdict
     assert found.as_dict()["problem"]["score"] == "softcap 50" == str(Score("softcap", 50.0))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import kernels_in_python
@@ -22,6 +22,7 @@ from fa2tune.measuring import reference
 from fa2tune.spec.extent import RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Config, Specialization
+from fa2tune.spec.score import NONE, Score
 
 SCALE = 0.125
 #: Of a result's largest element: float16 has 11 bits, and P, dS and results are rounded to it.
@@ -38,6 +39,8 @@ class Call(NamedTuple):
     packed: bool = False
     batch: int = 1
     spare: int = 9  #: rows behind the last sequence
+    score: Score = NONE
+    softmax_scale: float = SCALE
 
     def __str__(self) -> str:
         return f"{self.dims[0]}-{self.mask}"
@@ -93,7 +96,8 @@ def wanted(call: Call, given: dict[str, torch.Tensor], dlse: torch.Tensor | None
     found |= {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
     for b, queries, keys in call.places():
         leaves = [t[b : b + 1, :, rows].clone().requires_grad_() for t, rows in ((q, queries), (k, keys), (v, keys))]
-        o, lse = reference.attention(*leaves, mask=call.mask, softmax_scale=SCALE)
+        options = {"mask": call.mask, "softmax_scale": call.softmax_scale, "score": call.score}
+        o, lse = reference.attention(*leaves, **options)  # type: ignore[arg-type]
         found["o"][b, :, queries], found["lse"][b, :, queries] = o[0].detach(), lse[0].detach()
         loss = (o * do[b : b + 1, :, queries]).sum()
         if dlse is not None:
@@ -111,7 +115,7 @@ def computed(
     extent = Extent(RAGGED, len(call.lengths)) if call.packed else WHOLE
     backward = {name: tensors[name] for name in ("o", "do") if name in tensors and "do" in tensors}
     q, k, v = (tensors[name] for name in "qkv")
-    problem = passes.describe(q, k, v, call.mask, SCALE, extent=extent, **backward)
+    problem = passes.describe(q, k, v, call.mask, call.softmax_scale, call.score, extent, **backward)
     chosen = {}
     for name in kernel.split(","):
         variant = registry.variant_named(name)
@@ -122,7 +126,9 @@ def computed(
         assert all(config[dimension] == value for dimension, value in asked.items())
         chosen[variant.serves or "bwd_fused"] = Choice(variant, config)
     shared = {"delta": (tuple(q.shape[:3]), "fp32")} if "bwd_dq" in chosen else {}
-    plan = passes.Kernels(chosen, problem, tensors, SCALE, 0, shared, {"bwd_fused": parts} if parts > 1 else {})
+    plan = passes.Kernels(
+        chosen, problem, tensors, call.softmax_scale, 0, shared, {"bwd_fused": parts} if parts > 1 else {}
+    )
     addresses = [gpu.place_values(name, tensor) for name, tensor in tensors.items()]
     gpu.run(plan, [*addresses, gpu.place_workspaces()])
 
@@ -147,6 +153,26 @@ def compare(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> N
         assert torch.equal(tensor[infinite].double(), expected[infinite]), name
         error = (tensor.double() - expected)[~infinite].abs().max().item()
         assert error <= LARGEST_ERROR * max(1.0, expected[~infinite].abs().max().item()), (name, error)
+
+
+def check_bits_beside(
+    call: Call,
+    forward: Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]],
+    scales: tuple[float, ...] = (1.0, float("nan")),
+) -> None:
+    """Every second sequence has the same bits of (o, lse) whatever the others hold: their values times each of ``scales``."""
+    found = []
+    for others in scales:
+        given = inputs(call, 0)
+        for _, queries, keys in call.places()[::2]:
+            given["q"][:, :, queries] *= others
+            given["k"][:, :, keys] *= others
+            given["v"][:, :, keys] *= others
+        o, lse = forward(given)
+        own = [queries for _, queries, _ in call.places()[1::2]]
+        found.append([torch.cat([o[0, :, rows].flatten(), lse[0, :, rows].flatten()]) for rows in own])
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
 
 
 def check_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any], kernel: str = "sm90/fwd") -> None:
@@ -260,21 +286,16 @@ def test_what_is_packed_with_a_sequence_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch, mask: Mask, settings: dict[str, Any]
 ) -> None:
     """Not the bound of its scores either, whatever the norms of other sequences' keys, and whether these are numbers."""
-    call, found = Call(PACKING, (2, 1), (64, 64), mask, packed=True), []
-    for others in (1.0, 9.0, float("nan")):
-        given = inputs(call, 0)
+    call = Call(PACKING, (2, 1), (64, 64), mask, packed=True)
+
+    def forward(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = (given[name] for name in "qkv")
-        for _, queries, keys in call.places()[::2]:
-            q[:, :, queries] *= others
-            k[:, :, keys] *= others
-            v[:, :, keys] *= others
         lse = torch.full(q.shape[1:3], torch.nan)
         tensors = {"q": q, "k": k, "v": v, "o": unset(q, 64), "lse": lse, **offsets(call)}
         computed(PythonGpu(monkeypatch, values=True), call, "sm90/fwd", tensors, settings)
-        own = [queries for _, queries, _ in call.places()[1::2]]
-        found.append([torch.cat([tensors["o"][0, :, rows].flatten(), lse[:, rows].flatten()]) for rows in own])
-    for others in found[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+        return tensors["o"], lse[None]
+
+    check_bits_beside(call, forward, (1.0, 9.0, float("nan")))
 
 
 TOGETHER = {"ORDER": "together"}
@@ -452,6 +473,21 @@ PACKED_BY_MMA_SYNC = [
 @pytest.mark.parametrize("call", [call for call, _ in BY_MMA_SYNC + PACKED_BY_MMA_SYNC], ids=str)
 def test_forward_by_mma_sync(monkeypatch: pytest.MonkeyPatch, call: Call, schedule: str, sums: str) -> None:
     check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, {"SCHEDULE": schedule, "SUMS": sums}, "sm80/fwd")
+
+
+#: Columns of Q in registers: head dims, of which some are left, or none; or less than a step of padding.
+HELD_COLUMNS = [((128, 128), 32, CAUSAL), ((96, 96), 96, FULL), ((96, 64), 64, band(40, 10)), ((72, 72), 64, CAUSAL)]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("schedule", ["fa2", "double"])
+@pytest.mark.parametrize(("dims", "held", "mask"), HELD_COLUMNS, ids=str)
+def test_forward_with_columns_of_q_in_registers(
+    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], held: int, mask: Mask, schedule: str, packed: bool
+) -> None:
+    call = Call(PACKING if packed else ((150, 170),), (2, 1), dims, mask, packed=packed)
+    changes = {"BLOCK_N": 32, "SCHEDULE": schedule, "Q_IN_REGISTERS": False, "Q_HELD": held}
+    check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, changes, "sm80/fwd")
 
 
 def test_forward_of_wide_heads_in_99_kib(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(passes, "bind", bind)
     monkeypatch.setattr(passes, "chain", chain)
     monkeypatch.setattr(passes, "arch_of", lambda index: 90)
-    monkeypatch.setattr(passes, "starts_early", lambda variant, config: variant.early(config))
+    monkeypatch.setattr(passes, "starts_early", lambda variant, spec, config: variant.early(spec, config))
     return found
 
 

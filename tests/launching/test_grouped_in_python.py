@@ -10,7 +10,18 @@ import kernels_in_python
 import pytest
 import torch
 from gpu_in_python import PythonGpu
-from test_computed_in_python import PACKING, SCALE, Call, _late, compare, inputs, offsets, unset, wanted
+from test_computed_in_python import (
+    PACKING,
+    SCALE,
+    Call,
+    _late,
+    check_bits_beside,
+    compare,
+    inputs,
+    offsets,
+    unset,
+    wanted,
+)
 
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.launching import key_splits, launch, passes
@@ -164,17 +175,8 @@ def test_other_forms_of_packed_sequences(gpu: GroupedGpu, forms: dict[str, Any])
 
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, band(9, 2)], ids=str)
 def test_what_is_packed_with_a_sequence_changes_no_bit_of_it(monkeypatch: pytest.MonkeyPatch, mask: Mask) -> None:
-    call, found = Call(PACKING, (4, 1), (64, 64), mask, packed=True), []
-    for others in (1.0, float("nan")):
-        given = inputs(call, 0)
-        for _, queries, keys in call.places()[::2]:
-            given["q"][:, :, queries] *= others
-            given["k"][:, :, keys] *= others
-            given["v"][:, :, keys] *= others
-        o, lse = GroupedGpu(monkeypatch).forward(call, given, {**TWO, "MEMBERS": 4}, "bshd")
-        own = [queries for _, queries, _ in call.places()[1::2]]
-        found.append([torch.cat([o[0, :, rows].flatten(), lse[0, :, rows].flatten()]) for rows in own])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    call = Call(PACKING, (4, 1), (64, 64), mask, packed=True)
+    check_bits_beside(call, lambda given: GroupedGpu(monkeypatch).forward(call, given, {**TWO, "MEMBERS": 4}, "bshd"))
 
 
 @pytest.mark.parametrize("members", fwd_grouped.MEMBERS)

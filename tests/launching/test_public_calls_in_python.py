@@ -19,12 +19,14 @@ from fa2tune.calling.schedules import (
     grouped_schedule,
     one_tile_schedule,
     packed_grouped_schedule,
+    packed_splits_schedule,
     stored_ds_schedule,
 )
+from fa2tune.gpus import Gpu
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
-from fa2tune.spec.problem import Problem
+from fa2tune.spec.problem import Config, Problem
 
 FUSED = ("sm90/bwd_prepare", "sm90/bwd_fused", "sm90/bwd_finish")
 #: Prepared, and perhaps finished, beside the tiles.
@@ -33,7 +35,7 @@ SPLIT = ("sm90/bwd_dq", "sm90/bwd_dkdv")
 #: With delta made before by dQ's kernel.
 AT_A_TIME = ("sm90/bwd_dq", *SPLIT)
 SPREAD, GATHER = "portable/bwd_spread", "portable/bwd_gather"
-GROUPED = "sm90/fwd_grouped"
+GROUPED, KEYS_SPLIT = "sm90/fwd_grouped", "sm90/fwd_split"
 FEW, COMBINE = "portable/fwd_split", "portable/fwd_combine"
 ORDER = "portable/packed_order"
 ONE_TILE = "sm90/bwd_one_tile"
@@ -331,6 +333,27 @@ def test_packed_tiles_of_several_heads(gpu: PublicGpu, monkeypatch: pytest.Monke
     monkeypatch.setattr(packed_grouped_schedule, "SERVES", True)
     for margin in ("MARGIN", "SHARING_MARGIN"):
         monkeypatch.setattr(packed_grouped_schedule, margin, -math.inf)
+    check_packed(gpu, road)
+
+
+@pytest.mark.parametrize(
+    "road",
+    [
+        Road((0, 0), (80, 80), CAUSAL, (ORDER, KEYS_SPLIT, COMBINE, *FUSED, GATHER), (4, 1)),
+        Road((0, 0), (64, 64), band(40, 10), (ORDER, KEYS_SPLIT, COMBINE, *FUSED), dtype="fp16"),
+        Road((0, 0), (128, 128), FULL, (ORDER, KEYS_SPLIT, COMBINE, *FUSED)),
+    ],
+    ids=str,
+)
+def test_packed_keys_split(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, road: Road) -> None:
+    """Where they are, and that is expected to pay."""
+
+    def best(problem: Problem, _config: Config, found: Gpu, _row: Any) -> Config | None:
+        best = packed_splits_schedule.best(problem, found)
+        return best[1] if best else None
+
+    monkeypatch.setattr(packed_splits_schedule, "config_of", best)
+    monkeypatch.setattr(packed_grouped_schedule, "SERVES", False)
     check_packed(gpu, road)
 
 

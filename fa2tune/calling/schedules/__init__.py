@@ -14,6 +14,7 @@ packed_schedule             both      which row's config, tiles and bands of hea
 key_splits_schedule         forward   whether keys are split among programs
 grouped_schedule            forward   whether tiles have several query heads; what of both runs (``instead_of``)
 packed_grouped_schedule     forward   the same of packed sequences
+packed_splits_schedule      forward   whether their keys are split; what of both runs (``instead_of``)
 fused_schedule              backward  the fused Hopper kernel: alone or overlapped, half blocks, early start
 split_backward_schedule     backward  dQ's and dK/dV's kernels: at a time or not, keys of dQ in parts, early start
 few_split_schedule          backward  whether those run in place of the fused one, where tiles are few

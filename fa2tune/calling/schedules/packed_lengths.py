@@ -11,6 +11,8 @@ import numpy as np
 
 from fa2tune.spec.problem import BUCKETS, Problem
 
+#: (queries, keys, sequences) of each length.
+LengthKinds = tuple[np.ndarray, np.ndarray, np.ndarray]
 MOST_KINDS = 32  #: lengths, where each sequence has one
 NORMAL = NormalDist()
 #: Shares of the sequences whose lengths are below the median, by length; the longer ones are half of those, and so on.
@@ -55,9 +57,20 @@ def _top(problem: Problem) -> float:
 
 
 @lru_cache(maxsize=1024)
-def kinds(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(queries, keys, sequences) of each length: their logarithms are spread as a normal distribution is, by the longest of so
-    many; the longer, the fewer are taken to be of one length."""
+def one_long(problem: Problem, longest: int) -> LengthKinds:
+    """A sequence of so many queries or keys, whichever are more, as far as there are as many, and the others all alike."""
+    given, (fewer, *more) = max(1, problem.extent.given), _more(problem)
+    mean = fewer / given
+    long = min(max(longest - max(more), mean), float(fewer))
+    shares = np.array([long, (fewer - long) / (given - 1)] if given > 1 else [long])
+    queries, keys = (np.rint(shares + one).astype(np.int64) for one in more)
+    return queries, keys, np.array([1.0, given - 1.0][: len(shares)])
+
+
+@lru_cache(maxsize=1024)
+def kinds(problem: Problem) -> LengthKinds:
+    """The logarithms of lengths are spread as a normal distribution is, by the longest of so many; the longer, the fewer are
+    taken to be of one length."""
     given, (fewer, *more) = max(1, problem.extent.given), _more(problem)
     top = min(_top(problem), given) if problem.seqlen_q == problem.seqlen_k else min(_top(problem), TOP, given)
     highest = NORMAL.inv_cdf((given - 0.375) / (given + 0.25))  # of so many

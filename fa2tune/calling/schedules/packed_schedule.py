@@ -28,6 +28,7 @@ from fa2tune.calling.schedules import (
     window_schedule,
 )
 from fa2tune.calling.schedules.fused_schedule import apart
+from fa2tune.calling.schedules.packed_lengths import LengthKinds
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
@@ -111,7 +112,12 @@ class Visited(NamedTuple):
 @lru_cache(maxsize=4096)
 def visited(problem: Problem, rows: int, columns: int) -> Visited:
     """What tiles of so many queries visit, by the lengths of ``packed_lengths.kinds``."""
-    queries, keys, counts = packed_lengths.kinds(problem)
+    return visited_by(problem, packed_lengths.kinds(problem), rows, columns)
+
+
+def visited_by(problem: Problem, lengths: LengthKinds, rows: int, columns: int, parts: int = 1) -> Visited:
+    """The same by other lengths, of tiles in so many parts, each of a block at least."""
+    queries, keys, counts = lengths
     tiles = -(-queries // rows)
     kind = np.repeat(np.arange(len(tiles)), tiles)  # [tiles]
     first = (np.arange(len(kind)) - np.repeat(tiles.cumsum() - tiles, tiles)) * rows
@@ -127,7 +133,8 @@ def visited(problem: Problem, rows: int, columns: int) -> Visited:
         clear = np.minimum(first_key + right + 1, most) // columns
         clear = clear - np.maximum(-(-(first_key + rows - 1 - left) // columns), begin // columns)
         hidden = float((times * (blocks - np.maximum(clear, 0))).sum())
-    return Visited(float(times.sum()), float((times * blocks).sum()), int(blocks.max()), hidden)
+    every = float((times * np.maximum(blocks, parts)).sum())
+    return Visited(parts * float(times.sum()), every, -(-int(blocks.max()) // parts), hidden)
 
 
 def shared_out(found: Visited, heads: int, start: float, sm_count: int, held: int) -> float:
@@ -158,14 +165,17 @@ def memory_us(problem: Problem, gpu: Gpu) -> float:
     return grouped_schedule.memory_us(problem, gpu) / MEMORY_RATE
 
 
-def expected_us(problem: Problem, config: Config, gpu: Gpu) -> float | None:
+def expected_us(
+    problem: Problem, config: Config, gpu: Gpu, lengths: LengthKinds | None = None, parts: int = 1
+) -> float | None:
     """Microseconds that a config of the Hopper forward is expected to take for a packed call; None: of its form nothing was
-    measured."""
+    measured. ``lengths``: None for those of ``packed_lengths.kinds``; ``parts``: of a tile's keys, each a program's."""
     if (paces := few_tiles.paces_us(problem, config)) is None:
         return None
     launch, block, start = paces
     start += SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0
-    found = visited(problem, config["BLOCK_M"], config["BLOCK_N"])
+    tile = config["BLOCK_M"], config["BLOCK_N"]
+    found = visited(problem, *tile) if lengths is None else visited_by(problem, lengths, *tile, parts)
     slower = hidden_cost(found, config)
     blocks = shared_out(found, problem.heads_q, start / (block * slower), gpu.sm_count, fwd.programs(config))
     return ORDER_US + launch + max(block * slower * blocks, memory_us(problem, gpu))

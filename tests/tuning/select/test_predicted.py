@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from fa2tune.tuning.request.provenance import Provenance
 from fa2tune.tuning.search.candidates import point
 from fa2tune.tuning.search.study import TrialOutcome
 from fa2tune.tuning.select import predicted
-from fa2tune.tuning.select.predicted import Predicted, with_margin
+from fa2tune.tuning.select.predicted import MARGIN, Predicted, with_margin
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -132,3 +133,15 @@ def test_margin() -> None:
     assert with_margin([far, near, default], DEFAULT) == [far, default, near]
     assert with_margin([near], DEFAULT) == [near]
     assert with_margin([far, near], DEFAULT, 100.0) == [far], "a default of another implementation serves"
+
+
+def test_shipped_predictions_keep_the_margin() -> None:
+    """Of kernels: another config than the default is predicted to be faster by as much."""
+    cache = Path(__file__).parents[3] / "cache"
+    found = [row for path in cache.glob("*.sqlite") for row in reader.read(path)]
+    kernels = [row for row in found if row.obtained == PREDICTED and row.key.kernel != "bwd"]
+    assert kernels
+    for one in kernels:
+        space = portable_of(one.key.kernel).space
+        default = space.default(one.key.specialization(), one.key.arch)
+        assert (one.gain or 0.0) >= 1 + MARGIN or space.completed(one.config) == default, described_row(one)
