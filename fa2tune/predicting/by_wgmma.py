@@ -16,7 +16,7 @@ from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import WARP_GROUP, WARP_SPECIALIZED, Variant
 
 GROUP_ROWS = 64  #: that a group owns
-BAND = 16  #: heads of a band whose config leaves them to what L2 holds
+HEADS_PER_BAND = 16  #: heads of a band whose config leaves them to what L2 holds
 RINGS = ("STAGES", "K_STAGES", "V_STAGES")  #: dimensions that say how many tiles are under way
 
 

@@ -178,7 +178,9 @@ def gather(
         warps=_column(warps),
         stages=_column([config.get("num_stages") or by_wgmma.stages(config, by_mma_sync.STAGES) for config in configs]),
         described=np.array([[implementation_of(config) == DESCRIPTOR] for config in configs]),
-        heads_per_wave=np.array([config.get("HEADS_PER_WAVE", 1) or by_wgmma.BAND for config in configs], dtype=float),
+        heads_per_wave=np.array(
+            [config.get("HEADS_PER_WAVE", 1) or by_wgmma.HEADS_PER_BAND for config in configs], dtype=float
+        ),
         fit=np.array(fit, dtype=float),
         mma=np.array([[MMA[loop.mma] for loop in pair] for pair in pairs]),
         counts={name: np.array([[float(getattr(loop, name)) for loop in pair] for pair in pairs]) for name in COUNTS},
