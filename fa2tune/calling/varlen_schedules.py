@@ -19,7 +19,8 @@ from fa2tune.launching.launch import CaptureMiss, arch_of, bind, chain
 from fa2tune.search_spaces.portable.packed_order import tables_shape
 from fa2tune.spec.extent import OFFSETS, RAGGED, Extent
 from fa2tune.spec.mask import FULL
-from fa2tune.spec.problem import Problem
+from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.variant import Variant
 
 NAME = "varlen_schedule"
 KERNEL = "portable/packed_orders"
@@ -107,9 +108,9 @@ def check_offsets(cu_seqlens_q: Any, cu_seqlens_k: Any, q: Any = None) -> None:
         # a size may be unknown while a graph is made
         if not torch.compiler.is_compiling() and not offsets.shape[0]:
             raise ValueError(f"{name}: got no entry, must have sequences + 1")
-        beside = ("q", q) if isinstance(q, torch.Tensor) else ("cu_seqlens_q", cu_seqlens_q)
-        if offsets.device != beside[1].device:
-            raise ValueError(f"{name}: got device {offsets.device}, {beside[0]} is on {beside[1].device}")
+        other, where = ("q", q) if isinstance(q, torch.Tensor) else ("cu_seqlens_q", cu_seqlens_q)
+        if offsets.device != where.device:
+            raise ValueError(f"{name}: got device {offsets.device}, {other} is on {where.device}")
     if not torch.compiler.is_compiling() and cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(f"cu_seqlens_k: got {cu_seqlens_k.shape[0]} entries, cu_seqlens_q has {cu_seqlens_q.shape[0]}")
 
@@ -144,7 +145,7 @@ def fitting(schedule: Any, q: Any, k: Any, given: Given) -> VarlenSchedule:
             raise ValueError(
                 f"schedule: got one of another tensor than {name}: make one of the call's (varlen_schedule)"
             )
-    if schedule.versions and schedule.versions != _versions(schedule.given):
+    if not torch.compiler.is_compiling() and schedule.versions not in ((), _versions(schedule.given)):
         raise ValueError("schedule: got one whose offsets were changed in place since: make it anew (varlen_schedule)")
     return schedule
 
@@ -178,6 +179,12 @@ def posed(total_q: int, total_k: int, sequences: int) -> Problem:
     return Problem("fp16", 1, 1, 1, total_q, total_k, 16, 16, FULL, extent=Extent(RAGGED, sequences))
 
 
+def needed(arch: int) -> tuple[Variant, Config, Problem]:
+    """What makes an order, with its config and a problem whose specialization it is compiled for."""
+    variant, problem = variant_named(KERNEL), posed(0, 0, 1)
+    return variant, variant.space.default(problem.specialization, arch), problem
+
+
 def check_order(order: torch.Tensor, total_q: int, total_k: int, sequences: int, device: torch.device) -> None:
     """TypeError, ValueError: it is not what an operator of these rows and sequences gets."""
     shape = tables_shape(posed(total_q, total_k, sequences))
@@ -194,8 +201,7 @@ def _order(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int,
     index, problem = cu_seqlens_q.get_device(), posed(total_q, total_k, cu_seqlens_q.shape[0] - 1)
     key = total_q, total_k, problem.extent.sequences, index
     if (make := _MADE.get(key)) is None:
-        variant = variant_named(KERNEL)
-        config = variant.space.default(problem.specialization, arch_of(index) if index >= 0 else 0)
+        variant, config, _ = needed(arch_of(index) if index >= 0 else 0)
         try:
             launch = bind(variant, problem, config, {}, 1.0, (*OFFSETS, "order"), index)
         except CaptureMiss:

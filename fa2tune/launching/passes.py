@@ -158,12 +158,12 @@ def placed(asked: Workspaces, dtype: torch.dtype, start: int) -> tuple[dict[str,
     return found | {name: found[other] for name, other in asked.items() if isinstance(other, str)}, start
 
 
-Run = TypeVar("Run", bound=tuple[Any, ...])
+R = TypeVar("R", bound=tuple[Any, ...])
 
 
 def ordered_before(
-    problem: Problem, kernels: Sequence[Run], given: Mapping[str, int]
-) -> tuple[list[Run], dict[str, TensorPlace]]:
+    problem: Problem, kernels: Sequence[R], given: Mapping[str, int]
+) -> tuple[list[R], dict[str, TensorPlace]]:
     """(What is left to run, where in a call's tensors the order of tiles and their counter lie) where the call brings the order
     that the first of ``kernels`` would make; else all of them, and nothing. ``kernels``: each with its config behind it;
     ``given``: a call's tensors."""
