@@ -244,8 +244,8 @@ def _general(
     views = _views(q, k, v)
     rest = ops.for_operators(views[0], causal, softmax_scale, deterministic, window, mask, softcap, score)
     # the score term and the order are the operator's last arguments, so that older calls of it mean what they meant
-    sides = (cu_seqlens_q, keys)
-    o, lse = torch.ops.fa2tune.attention_varlen(*views, *sides, *rest[:6], longest, parts, *rest[6:], order=order)
+    given = (*views, cu_seqlens_q, keys, *rest[:6], longest, parts, *rest[6:])
+    o, lse = torch.ops.fa2tune.attention_varlen(*given, order=order)
     return (without_batch(o), lse_of(lse)[0]) if return_lse else without_batch(o)
 
 

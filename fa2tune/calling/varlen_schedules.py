@@ -88,25 +88,20 @@ def varlen_schedule(
     return VarlenSchedule(given, _versions(given), offsets, parts, rows, order)
 
 
-def _rows(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
+def _rows(name: str, value: Any) -> Any:
+    symbolic = isinstance(value, torch.SymInt)
+    if isinstance(value, bool) or not (symbolic or isinstance(value, numbers.Integral)):
         raise TypeError(f"{name}: got {value!r:.80}, must be an integer")
-    if value < 0 or value >= 1 << 31:
+    if not 0 <= value < 1 << 31:
         raise ValueError(f"{name}: got {value}, must be from 0 to 2^31 - 1")
-    return value if isinstance(value, torch.SymInt) else int(value)
+    return value if symbolic else int(value)
 
 
 def check_offsets(cu_seqlens_q: Any, cu_seqlens_k: Any, q: Any = None) -> None:
     """TypeError, ValueError: they are not what ``attention_varlen`` takes, with this q."""
     for name, offsets in zip(OFFSETS, (cu_seqlens_q, cu_seqlens_k), strict=True):
-        if not isinstance(offsets, torch.Tensor):
-            raise TypeError(f"{name}: got {type(offsets).__name__}, must be a torch.Tensor")
-        if offsets.dtype != torch.int32:
-            raise TypeError(f"{name}: got dtype {offsets.dtype}, must be torch.int32")
-        if offsets.dim() != 1:
-            raise ValueError(f"{name}: got shape {tuple(offsets.shape)}, must have 1 dimension, (sequences + 1,)")
-        # a size may be unknown while a graph is made
-        if not torch.compiler.is_compiling() and not offsets.shape[0]:
+        count = used_lengths.entries(name, offsets)
+        if not torch.compiler.is_compiling() and not count:  # it may be unknown while a graph is made
             raise ValueError(f"{name}: got no entry, must have sequences + 1")
         other, where = ("q", q) if isinstance(q, torch.Tensor) else ("cu_seqlens_q", cu_seqlens_q)
         if offsets.device != where.device:

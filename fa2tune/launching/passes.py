@@ -218,8 +218,8 @@ class Kernels:
             count = group_parts.checked(problem, kernel, 1 if keys > 1 else parts.get(kernel, 1))
             posed = group_parts.split(problem, count)
             kernels, queue = ordered_before(problem, runs(kernel, problem.specialization, choice, arch), given)
-            asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(problem, count)}
-            asked = without_order(asked) if queue else asked
+            of_kernel = tuned.workspaces(posed, config)
+            asked = {**(without_order(of_kernel) if queue else of_kernel), **group_parts.workspaces(problem, count)}
             if order and kernel == overlapped.DQ:
                 asked |= overlapped.workspaces(problem, asked)
             asked |= dq_parts.workspaces(problem, keys)
