@@ -30,7 +30,7 @@ from fa2tune.launching.launch import (
     strides_of,
 )
 from fa2tune.search_spaces.portable import packed_order
-from fa2tune.spec.extent import OFFSETS, QUEUE, WHOLE, Extent
+from fa2tune.spec.extent import OFFSETS, QUEUE, RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.problem import STRATEGIES, Config, Problem, Specialization
 from fa2tune.spec.score import NONE, Score
@@ -353,22 +353,30 @@ class BackwardPlan:
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask, softmax_scale: float, config: Config,
-    score: Score = NONE,
+    score: Score = NONE, offsets: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One forward with an explicit config. q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o, lse (of
-    ``lse_shape``, as the backward wants it)."""
-    problem = describe(q, k, v, mask, softmax_scale, score)
-    return ForwardPlan(problem, q, k, v, softmax_scale, config)(q, k, v)
+    ``lse_shape``, as the backward wants it). ``offsets``: cu_seqlens of queries and keys of packed sequences, where B is 1."""
+    problem = describe(q, k, v, mask, softmax_scale, score, extent_of(offsets))
+    o, lse = ForwardPlan(problem, q, k, v, softmax_scale, config)(q, k, v, *offsets)
+    return in_one_batch(o) if offsets else o, lse
+
+
+def extent_of(offsets: tuple[torch.Tensor, ...]) -> Extent:
+    """Of the sequences between these, if there are any."""
+    return Extent(RAGGED, len(offsets[0]) - 1) if offsets else WHOLE
 
 
 def backward(
     do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
     lse: torch.Tensor, *, mask: Mask, softmax_scale: float, strategy: str, configs: Mapping[str, Config],
     score: Score = NONE, parts: Mapping[str, int] = MappingProxyType({}), order: str = "",
+    offsets: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """One backward with explicit configs. strategy: "split" (deterministic) or "fused" (atomic sums of dQ); parts: by kernel,
     into how many each query group is split, a divisor of its size, or of the Hopper "bwd_dq" its keys (default 1); order: one
-    of ``overlapped.ORDERS``, for both Hopper kernels of a split backward at a time (default: one after the other)."""
-    problem = describe(q, k, v, mask, softmax_scale, score, o=o, do=do)
+    of ``overlapped.ORDERS``, for both Hopper kernels of a split backward at a time (default: one after the other);
+    ``offsets``: as ``forward`` has them."""
+    problem = describe(q, k, v, mask, softmax_scale, score, extent_of(offsets), o=o, do=do)
     plan = BackwardPlan(problem, do, dlse, q, k, v, o, softmax_scale, strategy, configs, parts, order)
-    return plan(do, dlse, q, k, v, o, lse)
+    return plan(do, dlse, q, k, v, o, lse, *offsets)
