@@ -38,7 +38,7 @@ SMALL = 32
 def portable_default(kernel: str, problem: Problem, arch: int) -> Config:
     """Of the portable variant, with pointer loads where its descriptors cannot address the tensors."""
     spec = problem.specialization
-    return registry.portable_default(kernel, spec if problem.tma else replace(spec, aligned=False), arch)
+    return registry.portable_config(kernel, spec if problem.tma else replace(spec, aligned=False), arch)
 
 
 def small_tiles(kernel: str, problem: Problem, arch: int) -> Config:

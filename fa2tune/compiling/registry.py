@@ -298,7 +298,7 @@ def refused_score(variant: Variant, spec: Specialization) -> str | None:
     return None
 
 
-def portable_default(kernel: str, spec: Specialization, arch: int) -> Config:
+def portable_config(kernel: str, spec: Specialization, arch: int) -> Config:
     """Of the portable variant: by pointer where descriptors cannot have packed sequences."""
     return portable_of(kernel).space.default(replace(spec, aligned=False) if spec.ragged else spec, arch)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fa2tune.compiling.compiler import CompileError
-from fa2tune.compiling.registry import portable_default
+from fa2tune.compiling.registry import portable_config
 from fa2tune.launching import passes
 from fa2tune.measuring import clock_monitor, racing, reference, timing, worker
 from fa2tune.measuring.clock_monitor import Reading
@@ -73,7 +73,7 @@ class _WarmGpu:
             inputs = reference.make_inputs(problem, "cuda", on_device=True)
             q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
             staged = {"q": q, "k": k, "v": v}
-            config = portable_default("fwd", problem.specialization, key.arch)
+            config = portable_config("fwd", problem.specialization, key.arch)
             options = {"mask": problem.mask, "softmax_scale": key.head_dim**-0.5}
             offsets = _offsets(key)
             o, lse = passes.forward(q, k, v, **options, config=config, offsets=tuple(offsets.values()))

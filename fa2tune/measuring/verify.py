@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fa2tune.compiling.registry import portable_default, variant_of
+from fa2tune.compiling.registry import portable_config, variant_of
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, worker
 from fa2tune.spec.key import WINDOW_SHARE
@@ -265,5 +265,5 @@ def check(kernel: str, config: Config, spec: Specialization, arch: int, device: 
     if kernel == "fwd":
         return check_forward(config, spec, device, small)
     strategy = next(strategy for strategy, kernels in STRATEGIES.items() if kernel in kernels)
-    defaults = {name: portable_default(name, spec, arch) for name in ("fwd", *STRATEGIES[strategy])}
+    defaults = {name: portable_config(name, spec, arch) for name in ("fwd", *STRATEGIES[strategy])}
     return check_backward(defaults | {kernel: config}, spec, strategy, device, small)

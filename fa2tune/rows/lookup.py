@@ -280,9 +280,10 @@ def of_family(
 ) -> Iterator[Candidate]:  # fmt: skip
     """Rows of a family of its own (windows, packed sequences), which stand before dense ones: of the very length and dtype,
     for head dims that are padded alike, measured on this silicon or ported to it, and fresh."""
-    for one in candidates(key, gpu_silicon, layers, toolchain):
-        near = one.problem_step in PROBLEM_STEPS[:3] and one.gpu_step != ARCHITECTURE
-        if near and one.row.obtained != PREDICTED and not one.stale:
+    fixed, far = _fixed(key), PROBLEM_STEPS.index("nearest bucket")
+    near = [(layer, [row for row in _relatives(layer, fixed) if _problem(key, row.key)[0] < far]) for layer in layers]
+    for one in _sorted(key, gpu_silicon, near, toolchain):
+        if one.gpu_step != ARCHITECTURE and one.row.obtained != PREDICTED and not one.stale:
             yield one
 
 

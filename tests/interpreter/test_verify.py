@@ -9,7 +9,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import torch
 
-from fa2tune.compiling.registry import portable_default, portable_of
+from fa2tune.compiling.registry import portable_config, portable_of
 from fa2tune.launching import passes
 from fa2tune.measuring import verify
 from fa2tune.spec.key import specialization_of
@@ -75,7 +75,7 @@ def test_torch_is_left_as_it_was():
 @pytest.mark.parametrize("family", ["banded", "ragged"])
 def test_windows_and_packed_sequences_pass_the_gate(kernel, family):
     spec = specialization_of(family, "fp16", 24, 16, "causal")
-    config = portable_default(kernel, spec, 80)
+    config = portable_config(kernel, spec, 80)
     errors = verify.check(kernel, config, spec, 80, "cpu", True)
     assert set(errors) == ({"o", "lse"} if kernel == "fwd" else {"dq", "dk", "dv"})
 

@@ -187,4 +187,4 @@ class SearchTask:
 
     def forward_default(self) -> Config:
         """The default forward config of this specialization: what a backward is checked behind."""
-        return registry.portable_default("fwd", self.spec, self.plan.target.gpu.arch)
+        return registry.portable_config("fwd", self.spec, self.plan.target.gpu.arch)
