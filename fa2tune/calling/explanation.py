@@ -275,7 +275,7 @@ class Explanation:
         if self.lacking:
             return install_command("triton")
         if self.status in (TUNED, ESTIMATED) or (self.status == NEAR and self.problem.unmeasured):
-            return NOTHING_TO_DO  # no tune measures that yet
+            return NOTHING_TO_DO  # whether rows of such a family gain is not measured yet
         if self.status == STALE:
             found = next(served.answer.layer for served in self._worst() if served.answer)
             command = refresh_command(found)

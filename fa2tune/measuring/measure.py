@@ -75,7 +75,7 @@ class _WarmGpu:
             staged = {"q": q, "k": k, "v": v}
             config = portable_config("fwd", problem.specialization, key.arch)
             options = {"mask": problem.mask, "softmax_scale": key.head_dim**-0.5}
-            offsets = _offsets(key)
+            offsets = _offsets(key, q.device)
             o, lse = passes.forward(q, k, v, **options, config=config, offsets=tuple(offsets.values()))
             staged |= {"o": o, "lse": lse, **offsets}
             if backward:
@@ -85,11 +85,11 @@ class _WarmGpu:
         return self.stage[1]
 
 
-def _offsets(key: TuningKey) -> dict[str, torch.Tensor]:
+def _offsets(key: TuningKey, device: torch.device) -> dict[str, torch.Tensor]:
     """Of a key's packed sequences, as kernels name them."""
     if key.family != RAGGED_FAMILY:
         return {}
-    ends = torch.tensor([0, *key.lengths()], device="cuda").cumsum(0).to(torch.int32)
+    ends = torch.tensor([0, *key.lengths()], device=device).cumsum(0).to(torch.int32)
     return dict.fromkeys(OFFSETS, ends)
 
 
