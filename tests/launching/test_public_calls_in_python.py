@@ -145,7 +145,8 @@ def test_where_ds_finds_no_memory_split_kernels_serve(
     gpu: PublicGpu, deterministic: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Right, said once, not tried again; other lengths have it still. Where these find none either, that is the error."""
-    monkeypatch.setattr(stored_ds_schedule, "MARGIN", -100.0)
+    for margin in ("MARGIN", "AT_A_TIME_MARGIN"):
+        monkeypatch.setattr(stored_ds_schedule, margin, -100.0)
     logs.warn_once.cache_clear()
     road = Road((513, 400), (144, 144), FULL, (), deterministic=deterministic)
     given = inputs(road)
