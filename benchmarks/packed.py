@@ -1,10 +1,11 @@
 """Times packed sequences: beside the portable kernels, equal lengths beside the dense call, and FlashAttention-3.
 
-    python benchmarks/packed.py [--out benchmarks/calls/packed.json]
+    python benchmarks/packed.py [--only REGEX] [--out benchmarks/calls/packed.json]
     python benchmarks/packed.py --as a100 [--out benchmarks/calls/packed_sm80.json]
 
 Causal, bf16. The packed call as it is served stands beside the best portable row of the same call; of equal lengths also beside
-the dense call as it is served. A deterministic backward is the split one. A Hopper forward is also timed with fewer tiles of
+the dense call as it is served. With a schedule the order of tiles was made before, as layers share it; making it is timed by
+itself. A deterministic backward is the split one. A Hopper forward is also timed with fewer tiles of
 equal sequences in turns (search_spaces/portable/packed_order.py). The documents of a packing get shorter by one ratio, and lie
 in no order. --as: the rows and code of a GPU without wgmma, assembled for this one. FlashAttention-3 (forward only) is a
 library with the operator ``_vllm_fa3_C::fwd``, named by FA3_LIBRARY. Timed as benchmarks/side_by_side.py has it, on a stream
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -63,6 +65,7 @@ PACKINGS: Mapping[str, Packing] = {
     "16 of 1024, 32 heads of 64": Packing((1024,) * 16, 32, 32, 64),
     "4 of 4096, 32 heads of 64": Packing((4096,) * 4, 32, 32, 64),
     "8, the longest 8192": Packing((8192, 100, 4000, 1, 0, 700, 2000, 1391)),
+    "20 of 8 to 160": Packing(tuple(8 * n for n in range(1, 21))),
     "300 of 1 to 109": Packing(tuple(1 + 53 * n % 109 for n in range(300))),
     "32k in 20, the longest 5067": Packing(documents(20, 32768, 5067)),
     "32k in 53, the longest 3756, 32/8 heads": Packing(documents(53, 32768, 3756), 32, 8),
@@ -115,7 +118,11 @@ def measured(packing: Packing) -> dict[str, Any]:
         for heads in (packing.heads_q, packing.heads_kv, packing.heads_kv)
     )
     offsets = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
-    o, fixed = (fa2tune.attention_varlen(q, k, v, offsets, causal=True, deterministic=fixed) for fixed in (False, True))
+    schedule = fa2tune.varlen_schedule(offsets, total_q=len(q))
+    o, fixed, shared = (
+        fa2tune.attention_varlen(q, k, v, offsets, causal=True, deterministic=fixed, schedule=shared)
+        for fixed, shared in ((False, None), (True, None), (True, schedule))
+    )
     do, (packed_q, packed_k, packed_v) = torch.randn_like(o), (tensor.detach() for tensor in (q, k, v))
     views = [tensor.transpose(0, 1)[None] for tensor in (packed_q, packed_k, packed_v)]
     ragged = passes.describe(*views, CAUSAL, scale, extent=Extent(RAGGED, len(lengths)))
@@ -125,9 +132,16 @@ def measured(packing: Packing) -> dict[str, Any]:
     others = {count: in_turns(count, ragged, views, scale, served) for count in (32, 64)} if specialized(served) else {}
     calls: dict[str, Callable[[], Any]] = {
         "packed forward": lambda: fa2tune.attention_varlen(packed_q, packed_k, packed_v, offsets, causal=True),
+        "packed forward, schedule": lambda: fa2tune.attention_varlen(
+            packed_q, packed_k, packed_v, offsets, causal=True, schedule=schedule
+        ),
+        "varlen_schedule": lambda: fa2tune.varlen_schedule(offsets, total_q=len(q)),
         "portable forward": lambda: plan(*views, offsets, offsets),
         "packed backward": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True),
         "packed backward, deterministic": lambda: torch.autograd.grad(fixed, (q, k, v), do, retain_graph=True),
+        "packed backward, deterministic, schedule": lambda: torch.autograd.grad(
+            shared, (q, k, v), do, retain_graph=True
+        ),
     }
     for count, other in others.items():
         calls[f"packed forward, {count} tiles in turns"] = partial(other, *views, offsets, offsets)
@@ -138,7 +152,11 @@ def measured(packing: Packing) -> dict[str, Any]:
         calls["FlashAttention-3 forward"] = _fa3(packed_q, packed_k, packed_v, offsets, max(lengths))
     times = microseconds(calls)
     flops = 4 * packing.dim * packing.heads_q * sum(length * (length + 1) / 2 for length in lengths)
-    rates = {name: round(flops * (2.5 if "backward" in name else 1) / us / 1e6) for name, us in times.items()}
+    rates = {
+        name: round(flops * (2.5 if "backward" in name else 1) / us / 1e6)
+        for name, us in times.items()
+        if name != "varlen_schedule"
+    }
     return {"us": times, "tflops": rates, "served": implementation_of(served), "config": dict(served)}
 
 
@@ -162,11 +180,12 @@ def record(packings: Mapping[str, Any], measure: Callable[[Any], dict[str, Any]]
 
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
+@click.option("--only", default="", help="Regular expression: packings whose name it is found in.")
 @click.option("--as", "gpu", help="A GPU without wgmma, whose code runs here.")
-def main(out: Path | None, gpu: str | None) -> None:
+def main(out: Path | None, only: str, gpu: str | None) -> None:
     if gpu is not None:
         ported.begin(gpus.named(gpu))
-    record(PACKINGS, measured, out)
+    record({name: packing for name, packing in PACKINGS.items() if re.search(only, name)}, measured, out)
 
 
 if __name__ == "__main__":

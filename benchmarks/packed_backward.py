@@ -23,8 +23,9 @@ from packed import PACKINGS, Packing, microseconds, record
 import fa2tune
 from fa2tune.calling import choosing, dispatch
 from fa2tune.launching import passes
+from fa2tune.search_spaces.portable import packed_order
 from fa2tune.search_spaces.portable.packed_order import ALL
-from fa2tune.search_spaces.sm90 import bwd_dq, bwd_fused
+from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import SPLIT, STRATEGIES
@@ -104,7 +105,7 @@ def main(out: Path | None, heads: str | None, head_dim: str | None, in_turns: st
     if heads is not None:
         bwd_fused.PACKED["HEADS_PER_WAVE"] = int(heads)
     if in_turns is not None:
-        bwd_dq.IN_TURNS = ALL if in_turns == "all" else int(in_turns)
+        packed_order.DQ_IN_TURNS = ALL if in_turns == "all" else int(in_turns)
     packings = {name: packing for name, packing in PACKINGS.items() if re.search(only, name)}
     if head_dim is not None:
         packings = dict(_of_head_dim(int(head_dim), packing) for packing in packings.values())

@@ -1,9 +1,10 @@
 """fa2tune: tuned FlashAttention-2 kernels from an on-disk config cache.
 
 ``fa2tune.attention(q, k, v)`` computes attention, ``fa2tune.attention_varlen`` that of packed sequences, whose offsets
-``fa2tune.cu_seqlens`` makes of position ids or document ids. ``fa2tune.explain`` says which cache row serves such a call and
-``fa2tune.is_supported`` whether it is taken here. ``fa2tune.manifest()`` describes what is loaded; ``fa2tune.Mask`` names a
-mask with its values, ``fa2tune.Score`` a score term. These names load on first use, so that ``import fa2tune`` costs nothing.
+``fa2tune.cu_seqlens`` makes of position ids or document ids, and whose layers share a ``fa2tune.varlen_schedule``.
+``fa2tune.explain`` says which cache row serves such a call and ``fa2tune.is_supported`` whether it is taken here.
+``fa2tune.manifest()`` describes what is loaded; ``fa2tune.Mask`` names a mask with its values, ``fa2tune.Score`` a score term.
+These names load on first use, so that ``import fa2tune`` costs nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +26,23 @@ if TYPE_CHECKING:
     from fa2tune.calling.serving import explain as explain
     from fa2tune.calling.serving import is_supported as is_supported
     from fa2tune.calling.varlen import attention_varlen as attention_varlen
+    from fa2tune.calling.varlen_schedules import varlen_schedule as varlen_schedule
     from fa2tune.fleet.manifests import manifest as manifest
     from fa2tune.spec.mask import Mask as Mask
     from fa2tune.spec.score import Score as Score
 
 __version__ = "0.2.0"
-__all__ = ["Mask", "Score", "attention", "attention_varlen", "cu_seqlens", "explain", "is_supported", "manifest"]
+__all__ = [
+    "Mask",
+    "Score",
+    "attention",
+    "attention_varlen",
+    "cu_seqlens",
+    "explain",
+    "is_supported",
+    "manifest",
+    "varlen_schedule",
+]
 
 #: name -> module, never of the same name: the module would hide what it holds
 _LAZY = {
@@ -42,6 +54,7 @@ _LAZY = {
     "explain": "fa2tune.calling.serving",
     "is_supported": "fa2tune.calling.serving",
     "manifest": "fa2tune.fleet.manifests",
+    "varlen_schedule": "fa2tune.calling.varlen_schedules",
 }
 _TOP_LEVEL = ("kernels", "search_spaces", "cache")
 

@@ -269,6 +269,16 @@ def atomic_add(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> Any:
     return Int(before)
 
 
+def atomic_increment(pointer: Pointer, last: Any) -> Any:
+    """Behind ``last`` it is 0 again."""
+    place = pointer.places(None, "a count in")[0]
+    Buffer.touched(pointer.buffer, place, True)
+    with pointer.buffer.lock:
+        before = pointer.buffer.words[place].copy()
+        pointer.buffer.words[place] = np.where(before >= array(last), 0, before + 1)
+    return Int(before)
+
+
 class Shared:
     """Shared memory, with its words where they count. An index outside it is a fault."""
 

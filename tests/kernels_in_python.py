@@ -33,6 +33,7 @@ from kernel_values import (
     add_words,
     array,
     atomic_add,
+    atomic_increment,
     load_words,
     plain,
     quotient,
@@ -180,6 +181,8 @@ def _assembly(text: str, _: str, given: Sequence[Any], **__: Any) -> Any:
     elif "bar.sync $1" in text or "bar.arrive" in text:
         if len(given) < 3 or bool(given[2]):
             _HERE.program.meet(int(array(given[0])), int(array(given[1])), "bar.sync" in text)
+    elif "global.inc.u32" in text:
+        return atomic_increment(given[0], given[1])
     elif "atom.relaxed" in text:
         return atomic_add(given[0], 1)
     elif "ld.acquire" in text:

@@ -21,9 +21,9 @@ from kernel_values import Buffer, Descriptor, Fault, Int, Pointer
 from triton import language as tl
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch, ops
+from fa2tune.calling import dispatch, ops, varlen_schedules
 from fa2tune.compiling import compiler
-from fa2tune.launching import cuda, launch, overlapped, passes
+from fa2tune.launching import counters, cuda, launch, overlapped, passes
 from fa2tune.launching.image import MapFormat
 from fa2tune.spec.problem import ITEMSIZE
 
@@ -114,17 +114,21 @@ class PublicGpu:
         self.memory: dict[int, torch.UntypedStorage] = {}
         self.streams: dict[int, list[Any]] = {}  #: launches that have not run, and events that come behind them
         self.numbers, self.ran = 1 << 20, list[str]()
+        self.stream, self.capturing = 0, False  #: the current stream, by name alone, and whether it is captured
         driver, gpu = Driver(self), gpus.named(GPU)
         for of, name, value in (
             (cuda, "library", lambda: driver), (cuda, "may_start_early", lambda: True), (cuda, "may_load", lambda: True),
             (launch, "arch_of", lambda index: gpu.arch), (passes, "arch_of", lambda index: gpu.arch),
             (launch, "sm_count", lambda index: programs), (launch, "load", self._load), (ops, "interpreted", lambda: True),
+            (varlen_schedules, "interpreted", lambda: True), (varlen_schedules, "arch_of", lambda index: gpu.arch),
+            (counters, "_BY_STREAM", {}), (counters, "_SPARE", {}),
             (dispatch, "gpu_of", lambda index: gpu), (torch.Tensor, "get_device", lambda tensor: 0),
             (cuda.Chain, "MEMO", {}), (cuda.Chain, "SEEN", set()), (overlapped, "SIDES", {}),
         ):  # fmt: skip
             patch.setattr(of, name, value)
         patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.stream, raising=False)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         for chain in (cuda.Chain, overlapped.ForkedChain):
             patch.setattr(chain, "__call__", self._called(chain.__call__))
 
@@ -134,7 +138,7 @@ class PublicGpu:
         def call(own: Any, tensors: Sequence[torch.Tensor]) -> None:
             for tensor in tensors:
                 self.memory[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-            self.element = NAMES[tensors[0].dtype]
+            self.element = NAMES.get(tensors[0].dtype, "i32")
             chain(own, tensors)
             assert not any(self.streams.values()), "a stream that nothing waits for"
             self.memory.clear()

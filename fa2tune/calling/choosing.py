@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import chain
 
 from fa2tune.calling.defaults import better_default, portable_default, small_tiles
 from fa2tune.calling.kinds import Kind, kind_of, kinds_in_turn, kinds_of, other_kind
@@ -32,7 +33,7 @@ from fa2tune.launching import overlapped
 from fa2tune.logs import warn_once
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import PREDICTED, Row, backward_implementation
-from fa2tune.spec.key import TuningKey
+from fa2tune.spec.key import DENSE_FAMILY, TuningKey, family_of
 from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem, Specialization
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
@@ -53,7 +54,7 @@ def toolchain() -> lookup.Toolchain:
 
 
 def key_of(problem: Problem, kernel: str, gpu: Gpu) -> TuningKey:
-    """The key of a row that fits this problem exactly."""
+    """The key of a dense row that fits this problem exactly."""
     return TuningKey(
         gpu.name, gpu.sm_count, gpu.arch, kernel, problem.dtype, problem.precision, problem.head_dim, problem.head_dim_v,
         problem.mask.row_mask, problem.bucket,
@@ -139,9 +140,12 @@ class Chooser:
 
     def ladder(self, kernel: str) -> lookup.Ladder:
         """Every row that could serve a kernel, or the whole backward, best first."""
-        key = key_of(self.problem, kernel, self.gpu)
+        dense = key_of(self.problem, kernel, self.gpu)
+        key = dense.with_(family=family_of(self.problem))
         if key not in self._ladders:
-            self._ladders[key] = lookup.Ladder(lookup.candidates(key, self.gpu.silicon, self.layers, self.node))
+            own = () if key == dense else lookup.of_family(key, self.gpu.silicon, self.layers, self.node)
+            rest = lookup.candidates(dense, self.gpu.silicon, self.layers, self.node)
+            self._ladders[key] = lookup.Ladder(chain(own, rest))
         return self._ladders[key]
 
     def fitted(self, row: Row) -> Fitted:
@@ -278,9 +282,22 @@ class Chooser:
         """The answer's row, then those of other lengths that could serve."""
         found, row = self._known.of_all_lengths, answer.row
         if id(row) not in found:
-            others = map(self.fitted, lookup.of_other_lengths(answer, self.node))
+            others = map(self.fitted, self._others(answer))
             found[id(row)] = [self.fitted(row), *(one for one in others if one.refused is None)]
         return found[id(row)]
+
+    def _others(self, answer: lookup.Answer) -> Iterator[Row]:
+        """Of the answer's file; where that has a row for windows or packed sequences, behind them the dense ones."""
+        yield from lookup.of_other_lengths(answer, self.node)
+        row = answer.row
+        if row.key.family == DENSE_FAMILY:
+            return
+        alike = (one for one in self.ladder(row.key.kernel) if one.row.key.family == DENSE_FAMILY)
+        for one in alike:
+            if one.row.filed_as == row.filed_as and self.fitted(one.row).refused is None:
+                yield one.row
+                yield from lookup.of_other_lengths(lookup.Answer(**vars(one)), self.node)
+                return
 
     def among(self, kernel: str) -> Iterator[Choice]:
         """By each row that ``choose`` may take for a kernel, whatever a call's batch, heads and lengths are."""

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fa2tune.compiling import limits
-from fa2tune.compiling.registry import implementations, portable_of, variants_of
+from fa2tune.compiling import limits, registry
+from fa2tune.compiling.registry import implementations, variants_of
 from fa2tune.gpus import Gpu
 from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import WARP_SPECIALIZED
@@ -38,8 +38,7 @@ SMALL = 32
 def portable_default(kernel: str, problem: Problem, arch: int) -> Config:
     """Of the portable variant, with pointer loads where its descriptors cannot address the tensors."""
     spec = problem.specialization
-    by_descriptor = problem.tma and not problem.extent.ragged
-    return portable_of(kernel).space.default(spec if by_descriptor else replace(spec, aligned=False), arch)
+    return registry.portable_config(kernel, spec if problem.tma else replace(spec, aligned=False), arch)
 
 
 def small_tiles(kernel: str, problem: Problem, arch: int) -> Config:

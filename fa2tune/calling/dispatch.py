@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from fa2tune import gpus, uncollected
-from fa2tune.calling import arguments, backward_plans, choosing, copies, forward_plans, unseen
+from fa2tune.calling import arguments, backward_plans, choosing, copies, forward_plans, unseen, varlen_schedules
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.empty import NoKeys
 from fa2tune.calling.refusals import cannot_be_had, is_refusal, without_frames
@@ -80,6 +80,7 @@ def reload() -> None:
     choosing.forget()
     forward_plans.forget()
     backward_plans.forget()
+    varlen_schedules.forget()
     binaries.forget()
     FORWARD_PLANS.clear()
     BACKWARD_PLANS.clear()
@@ -285,8 +286,9 @@ def backward(
     o: torch.Tensor, lse: torch.Tensor, mask: Mask, softmax_scale: float, deterministic: bool, score: Score,
     extent: Extent = WHOLE, offsets: tuple[torch.Tensor, ...] = (),
 ) -> Tensors3:  # fmt: skip
-    """(dq, dk, dv). do has o's shape, dlse lse's, either may be None, and their strides are free. ``offsets``: cu_seqlens_q and
-    cu_seqlens_k, if the extent is ragged; then do, q, k, v and o may be (total, heads, dim)."""
+    """(dq, dk, dv). do has o's shape, dlse lse's, either may be None, and their strides are free. ``offsets``: cu_seqlens_q,
+    cu_seqlens_k and, if it is scheduled, the order of tiles, if the extent is ragged; then do, q, k, v and o may be (total,
+    heads, dim)."""
     if dlse is not None:
         dlse = lse_of(dlse)
         if max(dlse.stride()) >= 1 << 31:  # its strides are 32-bit arguments of the kernels

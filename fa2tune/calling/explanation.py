@@ -23,7 +23,7 @@ from fa2tune.launching.key_splits import is_grouped
 from fa2tune.rows import lookup
 from fa2tune.rows.describe import PASSES
 from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, Row, over_portable
-from fa2tune.spec.key import TuningKey
+from fa2tune.spec.key import BANDED_FAMILY, RAGGED_FAMILY, TuningKey
 from fa2tune.spec.mask import FULL, Mask
 from fa2tune.spec.problem import BACKWARD, SPLIT, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Problem
 
@@ -34,6 +34,11 @@ from fa2tune.spec.problem import BACKWARD, SPLIT, WORKLOAD_HIDDEN, WORKLOAD_TOKE
 TUNED, ESTIMATED, STALE, OTHER_GPU, NEAR, PREDICTION, DEFAULT = STATUSES = (
     "tuned", "estimated", "stale", "other gpu", "near", "predicted", "default",
 )  # fmt: skip
+#: Beside the size, what rows of a family of their own are tuned on.
+TUNED_WITH = {
+    BANDED_FAMILY: ", a causal window of an eighth of that length",
+    RAGGED_FAMILY: ", packed sequences of up to that length",
+}
 #: The size that rows are tuned at (``TuningKey.workload``), whatever the size of the call.
 TUNED_AT = f"{WORKLOAD_TOKENS // 1024}k tokens, heads x head dim {WORKLOAD_HIDDEN}"
 
@@ -185,7 +190,8 @@ class Served:
                                 ("head_dim_v", "V head dim {}"))
             if name in asked and not (name == "head_dim_v" and asked.get("head_dim") == asked[name])
         ]  # fmt: skip
-        problem = f"for {', '.join(other) or f'the bucket of {row.key.bucket}'} ({TUNED_AT})"
+        at = TUNED_AT + TUNED_WITH.get(row.key.family, "")
+        problem = f"for {', '.join(other) or f'the bucket of {row.key.bucket}'} ({at})"
         if self.unmeasured:
             problem += f" without {self.unmeasured}"
         if self.few_tiles and self.split is not None:
@@ -246,8 +252,8 @@ class Explanation:
             return f"Tuned on another GPU: {names} {runs} measured on {', '.join(others)}."
         if self.status == NEAR:
             steps = sorted({served.answer.problem_step for served in worst if served.answer})
-            if self.problem.unmeasured:
-                steps = [f"tuned without {self.problem.unmeasured}"]
+            if lacking := next((served.unmeasured for served in worst if served.unmeasured), ""):
+                steps = [f"tuned without {lacking}"]
             return f"Not tuned for exactly this problem: {names} {runs} of another one ({', '.join(steps)})."
         if self.status == PREDICTION:
             return f"Predicted, not measured: {names} {runs} that the analytic model chose."
@@ -269,7 +275,7 @@ class Explanation:
         if self.lacking:
             return install_command("triton")
         if self.status in (TUNED, ESTIMATED) or (self.status == NEAR and self.problem.unmeasured):
-            return NOTHING_TO_DO  # no tune measures that yet
+            return NOTHING_TO_DO  # whether rows of such a family gain is not measured yet
         if self.status == STALE:
             found = next(served.answer.layer for served in self._worst() if served.answer)
             command = refresh_command(found)
@@ -422,6 +428,7 @@ def _of_row(served: Served) -> dict[str, Any]:
     row = served.row
     return {
         "implementation": row.implementation if row else None, "strategy": (row.strategy or None) if row else None,
+        "family": row.key.family if row else None,
         "obtained": row.obtained if row else None, "obtained_on": row.obtained_on if row else None,
         "time_us": row.time_us if row else None, "gain": row.gain if row else None, "lead": served.lead,
     }  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fa2tune.calling.varlen_schedules import check_order
 from fa2tune.launching.passes import lse_shape
 from fa2tune.spec.extent import OFFSETS, Extent
 
@@ -17,7 +18,7 @@ def of_offsets(offsets: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
 
 def _check_offsets(offsets: tuple[torch.Tensor, ...], sequences: int, device: torch.device) -> None:
     """Kernels read them by address, as int32 one after the other."""
-    for name, one in zip(OFFSETS, offsets, strict=True):
+    for name, one in zip(OFFSETS, offsets, strict=False):
         if one.dtype is not torch.int32:
             raise TypeError(
                 f"attention_varlen's backward: got {name} of dtype {one.dtype}, the forward had torch.int32"
@@ -39,6 +40,8 @@ def check_saved(
     """TypeError or ValueError names a tensor that hooks on saved tensors have changed since the forward."""
     if extent.ragged:
         _check_offsets(offsets, extent.sequences, q.device)
+    for order in offsets[len(OFFSETS) :]:
+        check_order(order, q.shape[2], k.shape[2], extent.sequences, q.device)
     keys, columns = k.shape[:3], v.shape[3]
     shapes = {"k": (*keys, q.shape[3]), "v": (*keys, columns)}
     shapes |= dict.fromkeys(("o", "the gradient of o"), (*q.shape[:3], columns))

@@ -29,6 +29,7 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching import dq_parts, group_parts, key_splits, one_key_tile, overlapped, passes, precompiled
 from fa2tune.rows import lookup, reader
 from fa2tune.spec.extent import WHOLE, Extent
+from fa2tune.spec.key import TuningKey, unmeasured
 from fa2tune.spec.mask import Mask, Window, mask_of
 from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
 from fa2tune.spec.score import Score, score_of
@@ -57,6 +58,12 @@ def explain_problem(
     return Explanation(problem, gpu, whole.node.triton, tuple(kernels), present)
 
 
+def _key(chooser: Chooser, kernel: str, answer: lookup.Answer | None) -> TuningKey:
+    """Of the row that would fit exactly, of the family of the one that serves."""
+    dense = choosing.key_of(chooser.problem, kernel, chooser.gpu)
+    return dense if answer is None else dense.with_(family=answer.row.key.family)
+
+
 def _served_backward(chooser: Chooser, deterministic: bool, first: bool = True) -> list[Served]:
     """The whole backward, and the kernels of its strategy. ``first``: ``choose_backward``'s first choice, else what a call
     takes where that cannot be had."""
@@ -64,9 +71,10 @@ def _served_backward(chooser: Chooser, deterministic: bool, first: bool = True) 
     split = deterministic and strategy == SPLIT  # a fused one in a fixed order has the row of any call
     few_split = few_split_schedule.chosen(choices)
     (answer, refused), problem = chooser.find_backward(split), chooser.problem
+    key = _key(chooser, BACKWARD, answer)
     whole = Served(
-        choosing.key_of(problem, BACKWARD, chooser.gpu), answer.row.config if answer else {}, answer, refused,
-        nearest=_nearest(chooser, BACKWARD), mask=problem.mask, unmeasured=problem.unmeasured,
+        key, answer.row.config if answer else {}, answer, refused,
+        nearest=_nearest(chooser, BACKWARD), mask=problem.mask, unmeasured=unmeasured(problem, key.family),
     )  # fmt: skip
     _, kinds = chooser.strategy(split or few_split)
     divided = backward_plans.division(problem, choices, chooser.gpu)
@@ -149,10 +157,11 @@ def _served(chooser: Chooser, kernel: str, kind: Kind = None, choice: Choice | N
             split, found, otherwise = (None, found, otherwise) if unsplit else (split, parted, choice.config)
     if found.lacking and split is None and choice.otherwise is not None:
         return _served(chooser, kernel, kind, choice.of_row)
+    key = _key(chooser, kernel, answer)
     return Served(
-        choosing.key_of(problem, kernel, gpu), split or choice.config, answer, refused, changed, found.binaries,
-        _nearest(chooser, kernel), scheduled, problem.mask, problem.unmeasured, parts, split=split, unsplit=unsplit,
-        unsplit_of=refused_tiles,
+        key, split or choice.config, answer, refused, changed, found.binaries,
+        _nearest(chooser, kernel), scheduled, problem.mask, unmeasured(problem, key.family), parts, split=split,
+        unsplit=unsplit, unsplit_of=refused_tiles,
         few_tiles=choice.few_tiles, otherwise=otherwise, runs=found.configs, lacking=found.lacking,
         form=fused_schedule.about(choice),
     )  # fmt: skip

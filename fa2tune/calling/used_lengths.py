@@ -36,13 +36,13 @@ def offsets(
 
     TypeError, ValueError: no int32 tensors of one dimension on one device, or not as many as there are sequences."""
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    sequences = _entries("cu_seqlens_q", cu_seqlens_q) - 1
-    if _entries("cu_seqlens_k", keys) - 1 != sequences:
+    sequences = entries("cu_seqlens_q", cu_seqlens_q) - 1
+    if entries("cu_seqlens_k", keys) - 1 != sequences:
         raise ValueError(f"cu_seqlens_k: got {keys.shape[0]} entries, cu_seqlens_q has {sequences + 1}")
     for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
         if used is None:
             continue
-        if _entries(name, used) != sequences:
+        if entries(name, used) != sequences:
             raise ValueError(f"{name}: got {used.shape[0]} entries, must have one a sequence, {sequences}")
         if used.device != cu_seqlens_q.device:
             raise ValueError(f"{name}: got device {used.device}, cu_seqlens_q is on {cu_seqlens_q.device}")
@@ -52,7 +52,8 @@ def offsets(
     return _starts(cu_seqlens_q, starts_q, unused_q, ends_q), _starts(keys, starts_k, unused_k, unused_k)
 
 
-def _entries(name: str, tensor: object) -> int:
+def entries(name: str, tensor: object) -> int:
+    """How many. TypeError, ValueError: no int32 tensor of one dimension."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: got {type(tensor).__name__}, must be a torch.Tensor")
     if tensor.dtype != torch.int32:

@@ -11,10 +11,11 @@ from typing import Any, Literal, NoReturn, overload
 
 import torch
 
-from fa2tune.calling import arguments, dispatch, distributed, ops, used_lengths
+from fa2tune.calling import arguments, dispatch, distributed, ops, used_lengths, varlen_schedules
 from fa2tune.calling.arguments import MISSING
 from fa2tune.calling.dispatch import Tensors3
 from fa2tune.calling.ops import Pair
+from fa2tune.calling.varlen_schedules import VarlenSchedule
 from fa2tune.launching.passes import empty_ordered, in_one_batch, lse_of, lse_shape, without_batch
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of, of_operator
@@ -34,7 +35,7 @@ def attention_varlen(
     causal: bool = ..., softmax_scale: float | None = ..., return_lse: Literal[False] = ...,
     deterministic: bool | None = ..., window: Window | None = ..., mask: str | Mask | None = ...,
     softcap: float | None = ..., score: str | Score | None = ..., seqused_q: torch.Tensor | None = ...,
-    seqused_k: torch.Tensor | None = ...,
+    seqused_k: torch.Tensor | None = ..., schedule: VarlenSchedule | None = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
@@ -43,7 +44,7 @@ def attention_varlen(
     causal: bool = ..., softmax_scale: float | None = ..., return_lse: Literal[True],
     deterministic: bool | None = ..., window: Window | None = ..., mask: str | Mask | None = ...,
     softcap: float | None = ..., score: str | Score | None = ..., seqused_q: torch.Tensor | None = ...,
-    seqused_k: torch.Tensor | None = ...,
+    seqused_k: torch.Tensor | None = ..., schedule: VarlenSchedule | None = ...,
 ) -> Pair: ...  # fmt: skip
 @overload
 def attention_varlen(
@@ -52,7 +53,7 @@ def attention_varlen(
     causal: bool = ..., softmax_scale: float | None = ..., return_lse: bool,
     deterministic: bool | None = ..., window: Window | None = ..., mask: str | Mask | None = ...,
     softcap: float | None = ..., score: str | Score | None = ..., seqused_q: torch.Tensor | None = ...,
-    seqused_k: torch.Tensor | None = ...,
+    seqused_k: torch.Tensor | None = ..., schedule: VarlenSchedule | None = ...,
 ) -> torch.Tensor | Pair: ...  # fmt: skip
 def attention_varlen(
     q: torch.Tensor = MISSING,
@@ -73,6 +74,7 @@ def attention_varlen(
     score: str | Score | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    schedule: VarlenSchedule | None = None,
     **unknown: Any,
 ) -> torch.Tensor | Pair:
     """``attention`` of sequences of their own lengths, packed one after the other: each query sees keys of its own sequence.
@@ -95,6 +97,8 @@ def attention_varlen(
         seqused_q, seqused_k: (sequences,) int32, on the device of q: how many rows of each sequence are there, from its first
             one; None: all. The mask is aligned at the last used ones. Unused queries see no key; unused keys are seen by none,
             and their gradients are 0.
+        schedule: what ``fa2tune.varlen_schedule`` gives for cu_seqlens and seqused of this call and its rows of q and k: calls
+            of all layers may share it. It changes no result. None: each call makes its own.
 
     Returns:
         The output (total_q, heads_q, head_dim_v), dtype of q; with return_lse also lse, (heads_q, total_q) float32, natural
@@ -103,22 +107,28 @@ def attention_varlen(
     Raises:
         TypeError, ValueError, RuntimeError, NotImplementedError: as ``attention``; and for cu_seqlens or seqused that are no
             int32 tensors of one dimension on the device of q, of the same size. Their values are not checked. Whatever they
-            are, no memory outside the tensors is read or written.
+            are, no memory outside the tensors is read or written. For a schedule of other tensors or rows.
 
     On compute capability 9.0 the warp-specialised kernels serve it, of bf16 and fp16 that TMA can address, also a deterministic
     backward; otherwise the portable ones. Configs were tuned without packing. Differentiable once, through output and lse.
     """
     if unknown or extra or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING:
         _refuse(unknown, extra, {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q})
-    cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    given, order = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), None
+    if schedule is None:
+        cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(*given)
+    else:
+        _, _, (cu_seqlens_q, cu_seqlens_k), parts, _, order = varlen_schedules.fitting(schedule, q, k, given)
     call = (causal, softmax_scale, deterministic, window, mask, softcap, score)
+    sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, order, return_lse)
     if ops.compiling() or not ops.plain(q, k, v):
-        return _general(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, return_lse, *call)
+        return _general(q, k, v, *sides, *call)
     longest = _longest(max_seqlen_q, max_seqlen_k)
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     try:
         dense = dispatch.forward_key(q, k, v, causal, softmax_scale, NAME, window, mask, softcap, score)
-        key = (*dense, *_of(cu_seqlens_q), *_of(keys), longest, parts)
+        queue = varlen_schedules.queue_of(order)
+        key = (*dense, *_of(cu_seqlens_q), *_of(keys), longest, parts, bool(queue))
         plan = dispatch.FORWARD_PLANS.get(key)
     # sparse and nested tensors, what is no tensor, a list as a window
     except (RuntimeError, TypeError, AttributeError):
@@ -126,17 +136,17 @@ def attention_varlen(
         raise
     if plan is None:
         if distributed.given(cu_seqlens_q, keys):
-            return _general(q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, parts, return_lse, *call)
+            return _general(q, k, v, *sides, *call)
         _check(q, k, v, cu_seqlens_q, keys, *call)
         views = _views(q, k, v)
-        extent = _extent(cu_seqlens_q, longest, parts)
+        extent = _extent(cu_seqlens_q, longest, parts, bool(queue))
         asked, scale = mask_of(bool(causal), window, mask), ops.scale_of(views[0], softmax_scale)
         plan = dispatch.forward_plan(key, *views, asked, scale, score_of(softcap, score), extent)
     offsets = cu_seqlens_q.contiguous(), keys.contiguous()
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        o, lse = _recorded(q, k, v, *offsets, plan, deterministic, return_lse)
+        o, lse = _recorded(q, k, v, *offsets, queue, plan, deterministic, return_lse)
     else:
-        o, lse = plan(q, k, v, *offsets)
+        o, lse = plan(q, k, v, *offsets, *queue)
     return (o, lse_of(lse)[0]) if return_lse else o
 
 
@@ -149,11 +159,11 @@ def _refuse(unknown: dict[str, Any], extra: tuple[Any, ...], given: dict[str, An
     raise TypeError(f"{NAME}: " + "; ".join(said))
 
 
-def _extent(cu_seqlens_q: torch.Tensor, longest: int, parts: int) -> Extent:
+def _extent(cu_seqlens_q: torch.Tensor, longest: int, parts: int, scheduled: bool = False) -> Extent:
     """``longest``: as ``_longest`` has it, or a number of rows, which a graph does not round, as it would then hang on them."""
     if longest < 0:
         raise ValueError(f"max_seqlen_q, max_seqlen_k: got {longest}, must be 0 or more")
-    return Extent(RAGGED, cu_seqlens_q.shape[0] - 1, bucket_of(longest, 0) if longest else 0, parts)
+    return Extent(RAGGED, cu_seqlens_q.shape[0] - 1, bucket_of(longest, 0) if longest else 0, parts, scheduled)
 
 
 def _of(offsets: torch.Tensor) -> tuple[Any, ...]:
@@ -194,19 +204,7 @@ def _check(
                 f"{name}: got shape {tuple(tensor.shape)}, must have 3 dimensions, (total, heads, head_dim)"
             )
     dense = (t.unsqueeze(0) if isinstance(t, torch.Tensor) and not t.is_nested else t for t in (q, k, v))
-    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(offsets, torch.Tensor):
-            raise TypeError(f"{name}: got {type(offsets).__name__}, must be a torch.Tensor")
-        if offsets.dtype != torch.int32:
-            raise TypeError(f"{name}: got dtype {offsets.dtype}, must be torch.int32")
-        if offsets.dim() != 1:
-            raise ValueError(f"{name}: got shape {tuple(offsets.shape)}, must have 1 dimension, (sequences + 1,)")
-        if not ops.compiling() and not offsets.shape[0]:  # a size may be unknown while a graph is made
-            raise ValueError(f"{name}: got no entry, must have sequences + 1")
-        if isinstance(q, torch.Tensor) and offsets.device != q.device:
-            raise ValueError(f"{name}: got device {offsets.device}, q is on {q.device}")
-    if not ops.compiling() and cu_seqlens_k.shape != cu_seqlens_q.shape:
-        raise ValueError(f"cu_seqlens_k: got {cu_seqlens_k.shape[0]} entries, cu_seqlens_q has {cu_seqlens_q.shape[0]}")
+    varlen_schedules.check_offsets(cu_seqlens_q, cu_seqlens_k, q)
     q, k, v = dense
     ops.check(q, k, v, causal, softmax_scale, "bshd", deterministic, window, mask, softcap, score)
 
@@ -226,7 +224,7 @@ def checked(
 
 def _general(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: MaxSeqlen, max_seqlen_k: MaxSeqlen, parts: int, return_lse: bool, causal: bool,
+    max_seqlen_q: MaxSeqlen, max_seqlen_k: MaxSeqlen, parts: int, order: torch.Tensor | None, return_lse: bool, causal: bool,
     softmax_scale: float | None, deterministic: bool | None, window: Window | None, mask: str | Mask | None,
     softcap: float | None, score: str | Score | None,
 ) -> torch.Tensor | Pair:  # fmt: skip
@@ -234,7 +232,7 @@ def _general(
     cu_seqlens_q = distributed.whole("cu_seqlens_q", cu_seqlens_q)
     cu_seqlens_k = distributed.whole("cu_seqlens_k", cu_seqlens_k)
     if distributed.given(q, k, v):
-        sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, return_lse)
+        sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, order, return_lse)
         call = (causal, softmax_scale, deterministic, window, mask, softcap, score)
         return distributed.by_parts(_general, q, k, v, "packed", sides + call)
     if not ops.compiling():
@@ -245,8 +243,9 @@ def _general(
     longest = _longest(max_seqlen_q, max_seqlen_k)
     views = _views(q, k, v)
     rest = ops.for_operators(views[0], causal, softmax_scale, deterministic, window, mask, softcap, score)
-    # the score term is the operator's last argument, so that older calls of it mean what they meant
-    o, lse = torch.ops.fa2tune.attention_varlen(*views, cu_seqlens_q, keys, *rest[:6], longest, parts, *rest[6:])
+    # the score term and the order are the operator's last arguments, so that older calls of it mean what they meant
+    given = (*views, cu_seqlens_q, keys, *rest[:6], longest, parts, *rest[6:])
+    o, lse = torch.ops.fa2tune.attention_varlen(*given, order=order)
     return (without_batch(o), lse_of(lse)[0]) if return_lse else without_batch(o)
 
 
@@ -256,10 +255,10 @@ class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor, plan: Any, deterministic: bool | None, with_lse: bool,
+        cu_seqlens_k: torch.Tensor, queue: tuple[torch.Tensor, ...], plan: Any, deterministic: bool | None, with_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        o, lse = plan(q, k, v, cu_seqlens_q, cu_seqlens_k)
-        ctx.save_for_backward(q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k)
+        o, lse = plan(q, k, v, cu_seqlens_q, cu_seqlens_k, *queue)
+        ctx.save_for_backward(q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, *queue[:1])
         ctx.plan = plan
         ctx.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         ctx.set_materialize_grads(False)
@@ -276,7 +275,7 @@ class _Varlen(torch.autograd.Function):
         else:
             found = dispatch.backward(*call)
         dq, dk, dv = found
-        return without_batch(dq), without_batch(dk), without_batch(dv), None, None, None, None, None
+        return without_batch(dq), without_batch(dk), without_batch(dv), *[None] * 6
 
 
 #: As that of ``ops.attention``.
@@ -295,12 +294,12 @@ class _VarlenGradients(torch.autograd.Function):
         raise NotImplementedError(f"{NAME}: differentiating twice is not supported")
 
 
-# The operators: as those of ops.py, with (1, heads, total, dim) views, the rows of the longest sequence (0: not known)
-# and ``Extent.parts``.
+# The operators: as those of ops.py, with (1, heads, total, dim) views, the rows of the longest sequence (0: not known),
+# ``Extent.parts`` and ``VarlenSchedule.order``.
 _LIBRARY = torch.library.Library("fa2tune", "FRAGMENT")
 _CALL = (
     "SymInt window_left, SymInt window_right, float softmax_scale, bool deterministic, str mask, float softcap, "
-    f"SymInt longest, int parts=1, {ops.TERM}"
+    f"SymInt longest, int parts=1, {ops.TERM}, Tensor? order=None"
 )
 _LIBRARY.define(
     f"attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, {_CALL}) -> (Tensor, Tensor)",
@@ -313,27 +312,23 @@ _LIBRARY.define(
 )
 
 
-def _check_offsets(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
-    """What is not known while a graph is made."""
-    if not cu_seqlens_q.shape[0] or cu_seqlens_k.shape != cu_seqlens_q.shape:
-        raise ValueError(
-            f"cu_seqlens_k: got {cu_seqlens_k.shape[0]} entries, cu_seqlens_q has {cu_seqlens_q.shape[0]}, must be as many, "
-            "one or more"
-        )
-
-
 def _op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     window_left: int, window_right: int, softmax_scale: float, deterministic: bool, mask: str, softcap: float,
     longest: int, parts: int = 1, score: str | None = None, score_first: float = NO_VALUE, score_second: float = NO_VALUE,
+    order: torch.Tensor | None = None,
 ) -> Pair:  # fmt: skip
-    _check_offsets(cu_seqlens_q, cu_seqlens_k)
-    asked, extent = of_operator(mask, window_left, window_right), _extent(cu_seqlens_q, longest, parts)
+    varlen_schedules.check_sizes(cu_seqlens_q, cu_seqlens_k)
+    if order is not None:
+        varlen_schedules.check_order(order, q.shape[2], k.shape[2], cu_seqlens_q.shape[0] - 1, q.device)
+    queue = varlen_schedules.queue_of(order)
+    asked = of_operator(mask, window_left, window_right)
+    extent = _extent(cu_seqlens_q, longest, parts, bool(queue))
     term = score_of_operator(softcap, score, score_first, score_second)
     key = (*dispatch.forward_key(q, k, v, False, softmax_scale, "bhsd", None, asked, None, term), extent)
     plan = dispatch.FORWARD_PLANS.get(key)
     plan = plan or dispatch.forward_plan(key, q, k, v, asked, softmax_scale, term, extent)
-    o, lse = plan(q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
+    o, lse = plan(q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *queue)
     return in_one_batch(o), lse
 
 
@@ -342,9 +337,11 @@ def _backward_op(
     o: torch.Tensor, lse: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, window_left: int,
     window_right: int, softmax_scale: float, deterministic: bool, mask: str, softcap: float, longest: int,
     parts: int = 1, score: str | None = None, score_first: float = NO_VALUE, score_second: float = NO_VALUE,
+    order: torch.Tensor | None = None,
 ) -> Tensors3:  # fmt: skip
-    asked, extent = of_operator(mask, window_left, window_right), _extent(cu_seqlens_q, longest, parts)
-    offsets = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    asked = of_operator(mask, window_left, window_right)
+    extent = _extent(cu_seqlens_q, longest, parts, order is not None)
+    offsets = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *(() if order is None else (order,))
     term = score_of_operator(softcap, score, score_first, score_second)
     return dispatch.backward(do, dlse, q, k, v, o, lse, asked, softmax_scale, deterministic, term, extent, offsets)
 
@@ -358,14 +355,15 @@ def _backward_fake(do: Any, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torc
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.call = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.call, order = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, order)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    found = torch.ops.fa2tune.attention_varlen_backward(do, dlse, *ctx.saved_tensors, *ctx.call)
-    return (*found, *[None] * (2 + len(ctx.call)))
+    *saved, order = ctx.saved_tensors
+    found = torch.ops.fa2tune.attention_varlen_backward(do, dlse, *saved, *ctx.call, order)
+    return (*found, *[None] * (3 + len(ctx.call)))
 
 
 def _refuse_twice(ctx: Any, *gradients: Any) -> Any:

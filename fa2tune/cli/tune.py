@@ -113,7 +113,14 @@ class _Screen:
 def _order(row: Row) -> tuple[Any, ...]:
     key = row.key
     kernels = (*KERNELS, BACKWARD)
-    about = key.head_dim, DTYPES.index(key.dtype), ROW_MASKS.index(key.mask), kernels.index(key.kernel), key.bucket
+    about = (
+        key.head_dim,
+        DTYPES.index(key.dtype),
+        ROW_MASKS.index(key.mask),
+        key.family,
+        kernels.index(key.kernel),
+        key.bucket,
+    )
     return *about, row.time_us or 0.0
 
 
@@ -134,7 +141,7 @@ def _table(rows: Sequence[Row], width: int | None) -> Iterator[str]:
         rate = "" if row.tflops is None else f"{row.tflops:.0f}"
         lead = over_portable(row, rows)
         table.append([
-            key.kernel, key.dtype, dim, key.mask, str(key.bucket), described_row(row), rate, gain,
+            key.kernel, key.dtype, dim, key.kind, str(key.bucket), described_row(row), rate, gain,
             "" if lead is None else f"{lead:.2f}", str(row.tried or ""), str(sum(row.pruned.values()) or ""),
             f"{row.obtained}{f' ({row.obtained_on})' if row.obtained == PORTED else ''}, {row.proof}"
             + (", not served" if row.barred else ""),
@@ -251,6 +258,9 @@ def _file_machine_code(console: Console, report: Report) -> None:
               help=f"Of {', '.join(DTYPES)}.  [default: bf16,fp16]")  # fmt: skip
 @masks("both masks")
 @click.option("--both", is_flag=True, help="The causal mask and no mask.  [default]")
+@click.option("--family", type=click.Choice(("dense", "banded", "ragged")), default="dense", show_default=True,
+              help="What candidates are timed on: whole tensors; a causal window of an eighth of the length; packed sequences "
+              "up to the length. Calls with windows, and packed ones, take rows of theirs before dense ones.")  # fmt: skip
 @click.option("--pass", "pass_", type=click.Choice(("fwd", "bwd", "both")), default="both", show_default=True)
 @click.option("--kernel", metavar="NAME,...", multiple=True, callback=comma_separated(str),
               help=f"Of {', '.join(KERNELS)}.  [default: all of the pass]")  # fmt: skip
@@ -284,7 +294,7 @@ def _file_machine_code(console: Console, report: Report) -> None:
               "password belongs into the environment variable FA2TUNE_STORAGE.")  # fmt: skip
 def tune(
     gpu: str | None, headdim: list[int] | None, headdim_v: int | None, dtype: list[str] | None, mask: str | None,
-    both: bool, pass_: str, kernel: list[str] | None, seqlen: list[int] | None, trials: int | None,
+    both: bool, family: str, pass_: str, kernel: list[str] | None, seqlen: list[int] | None, trials: int | None,
     portable_trials: int | None, time_budget: float | None, sampler: str,
     cache: Path | None, studies: Path | None, record: Path | None, retry_failed: bool, seed: int,
     workers: int | None, devices: Any, storage: str | None,
@@ -308,7 +318,7 @@ def tune(
     asked = {"head_dims": headdim, "dtypes": dtype, "kernels": kernel, "buckets": seqlen and sorted(seqlen)}
     lists: dict[str, Any] = {name: tuple(values) for name, values in asked.items() if values is not None}
     request = TuneRequest(
-        gpu=gpu, head_dim_v=headdim_v, masks=ROW_MASKS if mask is None else (mask,), pass_=pass_,
+        gpu=gpu, head_dim_v=headdim_v, masks=ROW_MASKS if mask is None else (mask,), family=family, pass_=pass_,
         trials=trials, portable_trials=portable_trials,
         time_budget_s=time_budget, sampler=sampler, seed=seed, cache=cache, studies=studies, record=record,
         retry_failed=retry_failed, workers=workers, devices=devices, storage=storage, **lists,

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fa2tune.calling import arguments
 from fa2tune.calling.distributed import by_parts, given, rows_of_batches, whole
 from fa2tune.calling.packing import cu_seqlens
+from fa2tune.calling.varlen_schedules import VarlenSchedule, varlen_schedule
 from fa2tune.compat import terms
 from fa2tune.spec.combinations import why
 
@@ -65,6 +66,25 @@ def _compacted(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     ends = tokens.sum(1).cumsum(0)
     return order, back, torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+
+
+def _even(batch: int, rows: int, device: torch.device) -> torch.Tensor:
+    """Where each batch entry's rows start."""
+    return torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=device)
+
+
+def _schedule(
+    numbers: torch.Tensor, sequences: str, starts_q: torch.Tensor, starts_k: torch.Tensor, rows_q: int, rows_k: int
+) -> VarlenSchedule | None:
+    """What all layers share, made once for a tensor of numbers and what its ``sequences`` are, as their offsets are; None: a
+    graph is made, where each layer would make it."""
+    if torch.compiler.is_compiling():
+        return None
+    made: VarlenSchedule = _remembered(
+        numbers, ("schedule", sequences, rows_q, rows_k),
+        lambda: varlen_schedule(starts_q, starts_k, total_q=rows_q, total_k=rows_k),
+    )  # fmt: skip
+    return made
 
 
 def _refuse_holes(call: str, tokens: torch.Tensor, options: dict[str, Any]) -> None:
@@ -178,22 +198,26 @@ def by_numbers(
                 f"{call}: attention_mask: got documents of {length} keys for {rows} queries, must be as many"
             )
         offsets = _remembered(numbers, "offsets", lambda: cu_seqlens(document_ids=numbers))
-        return by_offsets(call, q, k, v, offsets, offsets, None, None, **options)
+        schedule = _schedule(numbers, "documents", offsets, offsets, batch * rows, batch * rows)
+        return by_offsets(call, q, k, v, offsets, offsets, None, None, schedule=schedule, **options)
     _refuse_holes(call, numbers, options)
     order, back, starts_k = _remembered(numbers, "keys", lambda: _compacted(numbers))
     keys, values = _permuted(_flat(k), order, back), _permuted(_flat(v), order, back)
     plain = not options["causal"] and options["window"] is None and options.get("mask") is None
     if plain or (at_last_token and rows == 1):
-        starts_q = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=q.device)
+        starts_q = _remembered(numbers, ("starts", rows), lambda: _even(batch, rows, q.device))
+        schedule = _schedule(numbers, "rows", starts_q, starts_k, batch * rows, batch * length)
         out, _ = terms.packed(
-            call, _flat(q), keys, values, starts_q, starts_k, rows, length, return_lse=False, **options
-        )
+            call, _flat(q), keys, values, starts_q, starts_k, rows, length, return_lse=False, schedule=schedule, **options
+        )  # fmt: skip
         return out.view(batch, rows, *out.shape[1:])
     if rows > length:
         raise ValueError(f"{call}: attention_mask: got {length} keys for {rows} queries, must be as many or more")
     last = _remembered(numbers, ("queries", rows), lambda: _compacted(numbers[:, length - rows :]))
     order, back, starts_q = last
+    schedule = _schedule(numbers, "tokens", starts_q, starts_k, batch * rows, batch * length)
     out, _ = terms.packed(
-        call, _permuted(_flat(q), order, back), keys, values, starts_q, starts_k, rows, length, return_lse=False, **options
+        call, _permuted(_flat(q), order, back), keys, values, starts_q, starts_k, rows, length, return_lse=False,
+        schedule=schedule, **options,
     )  # fmt: skip
     return _permuted(out, back, order).view(batch, rows, *out.shape[1:])

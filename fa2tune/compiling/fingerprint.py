@@ -14,6 +14,7 @@ from pathlib import Path
 from fa2tune.compiling import binaries, composition
 from fa2tune.compiling.registry import DELTA_KERNEL, implementations, variant_named, variants_of
 from fa2tune.rows.row import backward_implementation, hashed_as
+from fa2tune.spec.mask import BAND
 from fa2tune.spec.maskfile import ROW_MASKS, hooks_of
 from fa2tune.spec.problem import BACKWARD, FUSED, KERNELS, STRATEGIES
 from fa2tune.spec.score import NONE
@@ -25,6 +26,10 @@ SOURCES = (
     "compiling/compiler.py", "compiling/composition.py", "compiling/fingerprint.py", "compiling/registry.py", "rows/row.py",
     "spec/maskfile.py", "spec/problem.py", "spec/scorefile.py", "spec/standins.py", "spec/variant.py",
 )  # fmt: skip
+
+
+#: Masks whose hooks rows are measured with.
+MEASURED_MASKS = (*ROW_MASKS, BAND)
 
 
 @cache
@@ -106,7 +111,7 @@ class _Hashes(Mapping[str, str]):
     @staticmethod
     def _make(name: str) -> str:
         without_mask, _, mask = name.rpartition(" ")
-        if mask not in ROW_MASKS:  # of another mask there are no rows
+        if mask not in MEASURED_MASKS:  # of another mask there are no rows
             raise KeyError(name)
         kernel, *filed_as = without_mask.split(" ")
         if kernel == BACKWARD and len(filed_as) == 2:
@@ -120,7 +125,7 @@ class _Hashes(Mapping[str, str]):
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        for mask in ROW_MASKS:
+        for mask in MEASURED_MASKS:
             yield from dict.fromkeys(_name_of(variant, mask) for kernel in KERNELS for variant in variants_of(kernel))
             yield from (hashed_as(BACKWARD, name, mask, strategy) for strategy, name in _BACKWARDS)
 

@@ -15,10 +15,12 @@ from fa2tune.compiling import binaries, fingerprint, overrules, registry
 from fa2tune.compiling.binaries import Entry
 from fa2tune.rows.lookup import Toolchain
 from fa2tune.rows.row import Row
+from fa2tune.spec.extent import DENSE
 from fa2tune.spec.problem import BACKWARD
 
-#: (architecture, kernel, hash of its source, dtype, precision, head dims, mask)
+#: (architecture, kernel, hash of its source, extent, dtype, precision, head dims, mask)
 _Kind = tuple[Any, ...]
+_NAMES = ("dtype", "precision", "head_dim", "head_dim_v", "mask")  #: of ``Specialization``
 #: Of ``Specialization``: what every tensor of a workload is.
 _PLAIN = {"aligned": True, "wide": False, "negate": False}
 NO_TRITON = "none"  #: for a version, where no Triton is installed
@@ -41,7 +43,7 @@ def has_code(row: Row) -> bool:
     try:
         if row.key.kernel == BACKWARD:
             named = [registry.implementations(kernel)[name] for kernel, name in row.config.items()]
-            return all(_entries(row, one.short_name, fingerprint.kernel_hash(one, row.key.mask)) for one in named)
+            return all(_entries(row, one.short_name, fingerprint.kernel_hash(one, row.key.hooks)) for one in named)
         variant = registry.variant_of(row.key.kernel, row.config)
     except (KeyError, ValueError):  # of kernels that are not here
         return False
@@ -50,8 +52,8 @@ def has_code(row: Row) -> bool:
 
 
 def _entries(row: Row, kernel: str, source: str) -> list[Entry]:
-    key = row.key
-    kind = key.arch, kernel, source, key.dtype, key.precision, key.head_dim, key.head_dim_v, key.mask
+    spec = row.key.specialization()
+    kind = row.key.arch, kernel, source, spec.extent, *(getattr(spec, name) for name in _NAMES)
     return [entry for entry in _index(binaries.trusted()).get(kind, ()) if entry.compiled_by(row.triton)]
 
 
@@ -68,8 +70,8 @@ def _index(trusted: binaries.Trusted) -> Mapping[_Kind, list[Entry]]:
         for entry in file.entries.values():
             about, spec = entry.about, entry.about.get("spec")
             if isinstance(spec, dict) and all(spec.get(name) == value for name, value in _PLAIN.items()):
-                names = ("dtype", "precision", "head_dim", "head_dim_v", "mask")
-                kind = *(about.get(name) for name in ("arch", "kernel", "source")), *(spec.get(name) for name in names)
+                of_source = (about.get(name) for name in ("arch", "kernel", "source"))
+                kind = *of_source, spec.get("extent", DENSE), *(spec.get(name) for name in _NAMES)
                 if all(isinstance(part, str | int) for part in kind):
                     found.setdefault(kind, []).append(entry)
     return found

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,11 @@ def refused_score(variant: Variant, spec: Specialization) -> str | None:
     if spec.score != NONE.name and variant.serves and not hooks <= set(variant.constexpr_names):
         return f"{variant.short_name} computes no score term, and the call has {spec.score}"
     return None
+
+
+def portable_config(kernel: str, spec: Specialization, arch: int) -> Config:
+    """Of the portable variant: by pointer where descriptors cannot have packed sequences."""
+    return portable_of(kernel).space.default(replace(spec, aligned=False) if spec.ragged else spec, arch)
 
 
 #: Fused kernel -> the one that computes the same, from configs of the same dimensions, with dQ summed in a fixed order.

@@ -9,7 +9,7 @@ from fa2tune.compiling import fingerprint, limits, measured_code, registry
 from fa2tune.gpus import Gpu
 from fa2tune.rows import lookup
 from fa2tune.rows.row import Row
-from fa2tune.spec.key import DENSE_FAMILY, TuningKey
+from fa2tune.spec.key import TUNED_FAMILIES, TuningKey
 from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, HEAD_DIM_STEP, KERNELS, MAX_HEAD_DIM, MIN_HEAD_DIM
 from fa2tune.spec.variant import Variant
 
@@ -88,7 +88,7 @@ def odd_key(key: TuningKey) -> str | None:
     precisions = ("ieee", "tf32") if key.dtype == "fp32" else ("ieee",)
     for name, value, allowed in (
         ("kernel", key.kernel, (*KERNELS, BACKWARD)),
-        ("family", key.family, (DENSE_FAMILY,)),
+        ("family", key.family, tuple(TUNED_FAMILIES)),
         ("dtype", key.dtype, DTYPES),
         ("precision", key.precision, precisions),
         ("head dim", key.head_dim, dims),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from fa2tune.calling import choosing
+from fa2tune.calling import choosing, varlen_schedules
 from fa2tune.calling.schedules import (
     few_tiles,
     forward_schedule,
@@ -164,6 +164,7 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
     if kernel == "fwd" and problem.extent.ragged:
         yield from packed_grouped_schedule.all_kernels(problem, arch)
         yield from packed_splits_schedule.all_kernels(problem, arch)
+        yield varlen_schedules.needed(arch)
     # calls of few queries have no pass over all keys
     if forward_schedule.covers(variant) and own.config["RESCALE"] == "never":
         yield from ((*one, problem) for one in runs(kernel, spec, {**own.config, "RESCALE": "lazy"}, arch))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fa2tune.compiling.compiler import is_gluon
-from fa2tune.compiling.registry import portable_of
+from fa2tune.compiling.registry import portable_config, portable_of
 from fa2tune.fleet.finding import (
     FAILS,
     HOLDS,
@@ -446,7 +446,7 @@ class Verification:
 
     def _whole_timed(self, row: Row, configs: Mapping[str, Config], crew: Crew) -> None:
         spec, arch = row.key.specialization(), row.key.arch
-        defaults = {name: dict(portable_of(name).space.default(spec, arch)) for name in ("fwd", *STRATEGIES[SPLIT])}
+        defaults = {name: dict(portable_config(name, spec, arch)) for name in ("fwd", *STRATEGIES[SPLIT])}
         mine = {name: dict(config) for name, config in configs.items()}
         what = (row.strategy, spec, *(point(config) for config in mine.values()))
         if what not in self._checked:

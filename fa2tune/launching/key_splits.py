@@ -29,9 +29,11 @@ from fa2tune.launching.passes import (
     empty_ordered,
     lse_shape,
     meta_offsets,
+    ordered_before,
     placed,
     without_batch,
     without_memory,
+    without_order,
 )
 from fa2tune.search_spaces.portable import fwd_combine, fwd_split
 from fa2tune.search_spaces.sm90 import fwd_grouped
@@ -122,9 +124,12 @@ def bound(
     and strides count."""
     arch = launch.arch_of(device_index) if device_index >= 0 else 0
     strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 and name != "lse"}
-    places: dict[str, TensorPlace] = {name: index for index, name in enumerate(tensors)}
+    given = {name: index for index, name in enumerate(tensors)}
+    todo, queue = ordered_before(problem, kernels(problem, config, arch), given)
+    places: dict[str, TensorPlace] = {**given, **queue}
     block: list[torch.Tensor] = []
-    workspaces, size = placed(splitting(config).workspaces(problem, config), tensors["q"].dtype, 0)
+    asked = splitting(config).workspaces(problem, config)
+    workspaces, size = placed(without_order(asked) if queue else asked, tensors["q"].dtype, 0)
     places |= workspaces
     if parts_of(config) > 1:
         places["o_parts"], places["stats"] = made = sums(problem, parts_of(config), size)
@@ -133,7 +138,7 @@ def bound(
         block = [torch.empty(size, dtype=torch.uint8, device="meta")]
     scalars = {"heads_kv": problem.heads_kv}
     launches = []
-    for variant, its_config, posed in kernels(problem, config, arch):
+    for variant, its_config, posed in todo:
         memory = form(variant, posed.specialization, its_config).passed
         names = tuple(name for name, tensor in memory.items() if tensor in places)
         one = bind(variant, posed, its_config, strides, softmax_scale, names, device_index, workspaces, scalars)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -315,9 +315,11 @@ def form(variant: Variant, spec: Specialization, config: Config) -> BoundForm:
     return _form(variant, spec, tuple(sorted(compiler.binary_config(variant, config).items())))
 
 
-def starts_early(variant: Variant, spec: Specialization, config: Config) -> bool:
-    """Whether a config's kernel will start before the one before it has ended."""
-    return variant.early(spec, config) and cuda.may_start_early()
+def starts_early(variant: Variant, problem: Problem, config: Config) -> bool:
+    """Whether a config's kernel will start before the one before it has ended. Not where that is another call's, as this one
+    brings the order of its tiles: it would take longer (docs/experiments/fused-backward-ends.md)."""
+    first = bool(variant.packed_before) and problem.extent.scheduled
+    return not first and variant.early(problem.specialization, config) and cuda.may_start_early()
 
 
 def _bound(
@@ -354,7 +356,7 @@ def _bound(
             arguments.append(0)
         else:
             arguments.append(values[name])
-    early = starts_early(variant, problem.specialization, config)
+    early = starts_early(variant, problem, config)
     grid = variant.programs(problem, config, sm_count(device_index), early)
     return Launch(function, grid, arguments, [slots[name] for name in names], early)
 
@@ -415,8 +417,26 @@ def bind(
     return make(variant, problem, config, strides, softmax_scale, names, device_index, workspaces, scalars, measured)
 
 
-#: Where a launch finds a tensor: which one of a call's it is, or where in the block of workspaces, the last of a call's.
-TensorPlace = int | Workspace
+class Within(NamedTuple):
+    """A part of one of a call's tensors, contiguous and of int32."""
+
+    tensor: int  #: which one
+    start: int  #: bytes from its start
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return tensors[self.tensor].flatten()[self.start // 4 :]
+
+
+#: Where a launch finds a tensor: which one of a call's it is, where in one, or where in the block of workspaces, the last of a
+#: call's.
+TensorPlace = int | Within | Workspace
+
+
+def _place(place: TensorPlace) -> tuple[int, int]:
+    """As ``cuda.Chain`` has it."""
+    if isinstance(place, int):
+        return place, 0
+    return (-1, place.start) if isinstance(place, Workspace) else (place.tensor, place.start)
 
 
 class InterpretedChain:
@@ -428,7 +448,13 @@ class InterpretedChain:
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
         cuda.refuse_nowhere([tensor.data_ptr() for tensor in tensors])
         for launch, places in self.launches:
-            launch(*(tensors[p] if isinstance(p, int) else p.within(tensors[-1]) for p in places))
+            launch(*(self._found(place, tensors) for place in places))
+
+    @staticmethod
+    def _found(place: TensorPlace, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        if isinstance(place, Workspace):
+            return place.within(tensors[-1])
+        return tensors[place] if isinstance(place, int) else place.of(tensors)
 
 
 def chain(
@@ -438,5 +464,5 @@ def chain(
     """What ``bind`` made for this device, one after the other, or as ``make`` has it."""
     if device_index < 0:
         return InterpretedChain(launches)  # type: ignore[arg-type]
-    at = [(launch, [(p, 0) if isinstance(p, int) else (-1, p.start) for p in places]) for launch, places in launches]
+    at = [(launch, [_place(place) for place in places]) for launch, places in launches]
     return make(at, device_index)

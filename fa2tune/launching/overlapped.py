@@ -4,7 +4,7 @@ One after the other, a kernel of few programs leaves multiprocessors idle, and o
 fills what the other leaves. dK/dV's kernel reads delta, which dQ's makes, so that is made before, by dQ's kernel over no keys:
 the same machine code, so the same bits, and results are those of one kernel after the other. Its dQ, zeros, falls on a tensor
 of one row: TMA drops what lies outside. dQ's kernel proper writes delta again, to memory of its own. Of packed sequences each
-of the two has the order of its tiles made before, in memory of its own: they may run at a time.
+of the two has the order of its tiles made before, in memory of its own, unless it comes with the call: they may run at a time.
 
 A side stream belongs to one stream of a device. The side waits for an event of the stream before its first launch, and the
 stream for one of the side after its last: memory that torch gives out again on the stream is free of both kernels, so no tensor
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fa2tune.launching import cuda, launch
-from fa2tune.launching.cuda import Chain, CudaError, Launch, Packed, ensure_context, relaxed_mode
+from fa2tune.launching.cuda import PER_THREAD, Chain, CudaError, Launch, Packed, ensure_context, relaxed_mode
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import InterpretedChain, TensorPlace
 from fa2tune.logs import warn_once
@@ -45,7 +45,9 @@ def workspaces(problem: Problem, own: Workspaces) -> Workspaces:
     rows = problem.batch, problem.heads_q, problem.seqlen_q
     again = {ORDER_AGAIN: own[ORDER]} if ORDER in own else {}
     # of packed sequences the coordinate in front, which is always 2^30, lies outside
-    return {DELTA_AGAIN: (rows, "fp32"), **again, NO_DQ: ((1,) * (4 if again else 3) + (problem.head_dim,), "")}
+    return {
+        DELTA_AGAIN: (rows, "fp32"), **again, NO_DQ: ((1,) * (4 if problem.extent.ragged else 3) + (problem.head_dim,), "")
+    }  # fmt: skip
 
 
 def check_order(order: str, problem: Problem, variants: Mapping[str, Variant]) -> None:
@@ -63,9 +65,10 @@ def delta_alone(dq: Bound) -> Bound:
     return replace(dq, strides=strides, renamed={"dq": NO_DQ}, scalars={"seqlen_k": 0})
 
 
-def dq_alone(dq: Bound) -> Bound:
-    """dQ's kernel, and what runs before it, which leave the other's delta and order alone."""
-    again = {ORDER: ORDER_AGAIN} if dq.problem.extent.ragged else {}
+def dq_alone(dq: Bound, orders: bool) -> Bound:
+    """dQ's kernel, and what runs before it, which leave the other's delta and order alone. ``orders``: the order is made, and
+    does not come with the call."""
+    again = {ORDER: ORDER_AGAIN} if orders else {}
     return replace(dq, renamed={"delta": DELTA_AGAIN, **again})
 
 
@@ -73,7 +76,6 @@ def dq_alone(dq: Bound) -> Bound:
 
 _NON_BLOCKING = 1  #: CU_STREAM_NON_BLOCKING: does not wait for the legacy default stream, nor it for this one
 _NO_TIMES = 2  #: CU_EVENT_DISABLE_TIMING
-_PER_THREAD = 2  #: CU_STREAM_PER_THREAD: one name for many streams
 
 
 class SideStream:
@@ -119,7 +121,7 @@ _making = threading.Lock()
 
 def side_of(device_index: int, stream: int) -> SideStream | None:
     """None: this stream gets none, and launches go one after the other, as they do where no memory is left for one."""
-    if (found := SIDES.get((device_index, stream))) is not None or stream == _PER_THREAD:
+    if (found := SIDES.get((device_index, stream))) is not None or stream == PER_THREAD:
         return found
     with _making:
         if (device_index, stream) not in SIDES and len(SIDES) < KEPT:

@@ -6,9 +6,9 @@ views of any strides with a contiguous last dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from fa2tune.launching import dq_parts, group_parts, overlapped
 from fa2tune.launching.launch import (
     TORCH_DTYPES,
     TensorPlace,
+    Within,
     Workspace,
     addressing,
     arch_of,
@@ -28,7 +29,8 @@ from fa2tune.launching.launch import (
     starts_early,
     strides_of,
 )
-from fa2tune.spec.extent import OFFSETS, WHOLE, Extent
+from fa2tune.search_spaces.portable import packed_order
+from fa2tune.spec.extent import OFFSETS, QUEUE, RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.problem import STRATEGIES, Config, Problem, Specialization
 from fa2tune.spec.score import NONE, Score
@@ -37,6 +39,8 @@ from fa2tune.spec.variant import Workspaces
 #: The kernel that sums dQ. Its portable variant adds to float32 zeros and reads delta, all of which is made around it here;
 #: a variant that names kernels of its own for that leaves nothing to do.
 ACCUMULATES_DQ = "bwd_fused"
+#: The kernel that orders the tiles of packed sequences, and what it makes.
+ORDER_KERNEL, ORDER = "portable/packed_order", overlapped.ORDER
 #: Element types of workspaces; any other is the problem's.
 _DTYPES = {"fp32": torch.float32, "i32": torch.int32, "bf16": torch.bfloat16}
 #: Bytes: what the caching allocator gives the start of a tensor, and more than any load or descriptor asks.
@@ -154,6 +158,32 @@ def placed(asked: Workspaces, dtype: torch.dtype, start: int) -> tuple[dict[str,
     return found | {name: found[other] for name, other in asked.items() if isinstance(other, str)}, start
 
 
+R = TypeVar("R", bound=tuple[Any, ...])
+
+
+def ordered_before(
+    problem: Problem, kernels: Sequence[R], given: Mapping[str, int]
+) -> tuple[list[R], dict[str, TensorPlace]]:
+    """(What is left to run, where in a call's tensors the order of tiles and their counter lie) where the call brings the order
+    that the first of ``kernels`` would make; else all of them, and nothing. ``kernels``: each with its config behind it;
+    ``given``: a call's tensors."""
+    found = [*kernels]
+    for one in kernels:
+        variant, config = one[:2]
+        if variant.name == ORDER_KERNEL and problem.extent.scheduled:
+            at = packed_order.table_at(problem, config["BLOCK_Q"], config["IN_TURNS"])
+            if at is not None:
+                found.remove(one)
+                places: dict[str, TensorPlace] = {name: given[name] for name in QUEUE if name in given}
+                return found, places | {ORDER: Within(given[ORDER], at)}
+    return found, {}
+
+
+def without_order(asked: Workspaces) -> Workspaces:
+    """Workspaces of a kernel whose call brings the order of tiles."""
+    return {name: what for name, what in asked.items() if name not in QUEUE}
+
+
 class Kernels:
     """Tuned kernels one after the other, and what their variants run around them, bound to one problem.
 
@@ -187,21 +217,26 @@ class Kernels:
             keys = dq_parts.checked(problem, tuned, parts.get(kernel, 1)) if kernel == overlapped.DQ else 1
             count = group_parts.checked(problem, kernel, 1 if keys > 1 else parts.get(kernel, 1))
             posed = group_parts.split(problem, count)
-            kernels = runs(kernel, problem.specialization, choice, arch)
-            asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(problem, count)}
+            kernels, queue = ordered_before(problem, runs(kernel, problem.specialization, choice, arch), given)
+            of_kernel = tuned.workspaces(posed, config)
+            asked = {**(without_order(of_kernel) if queue else of_kernel), **group_parts.workspaces(problem, count)}
             if order and kernel == overlapped.DQ:
                 asked |= overlapped.workspaces(problem, asked)
             asked |= dq_parts.workspaces(problem, keys)
             own, size = placed(asked, some.dtype, size)
-            early = device_index >= 0 and starts_early(tuned, posed.specialization, config)
+            early = device_index >= 0 and starts_early(tuned, posed, config)
             workspaces = common | own
-            places: dict[str, TensorPlace] = {**workspaces, **given}
+            places: dict[str, TensorPlace] = {
+                **workspaces,
+                **{n: at for n, at in given.items() if n not in QUEUE},
+                **queue,
+            }
             scalars = {**tuned.scalars(posed, config, early), "heads_kv": problem.heads_kv, "parts": count}
             bounds = whole = [(kernel, one) for one in group_parts.launches(problem, count, kernels, strides, arch)]
             if keys > 1:
                 bounds = [(kernel, one) for one in dq_parts.launches(problem, keys, strides, arch)]
             if order and kernel == overlapped.DQ:
-                bounds = [(of, overlapped.dq_alone(one)) for of, one in bounds]
+                bounds = [(of, overlapped.dq_alone(one, ORDER in own)) for of, one in bounds]
                 bounds = [*((overlapped.DELTA, overlapped.delta_alone(one)) for _, one in whole), *bounds]
             for name_of, one in bounds:
                 memory = form(one.variant, one.problem.specialization, one.config).passed
@@ -245,15 +280,17 @@ class Step:
         self.kernels((*(tensors[name] for name in self.names), *self.fresh()))
 
 
-def meta_offsets(extent: Extent) -> dict[str, torch.Tensor]:
-    """Like the tensors that a ragged call has after all others, without memory."""
+def meta_offsets(extent: Extent, queue: tuple[str, ...] = QUEUE) -> dict[str, torch.Tensor]:
+    """Like the tensors that a ragged call has after all others, without memory. ``queue``: of the order of tiles, where it
+    comes with the call; of that only names count."""
+    names = (*OFFSETS, *queue) if extent.scheduled else OFFSETS
     sizes = (extent.sequences + 1,)
-    return {name: torch.empty(sizes, dtype=torch.int32, device="meta") for name in OFFSETS} if extent.ragged else {}
+    return {name: torch.empty(sizes, dtype=torch.int32, device="meta") for name in names} if extent.ragged else {}
 
 
 class ForwardPlan:
     """q, k, v -> (o, lse). Needs Sk >= 1 and no empty dimension. A ragged problem's calls add cu_seqlens_q and cu_seqlens_k,
-    and o is then (total, heads, dim)."""
+    a scheduled one's the order of tiles and their counter, and o is then (total, heads, dim)."""
 
     by_address = True  #: of a call's tensors the addresses alone count: any view of them will do
 
@@ -277,7 +314,7 @@ class ForwardPlan:
 
 class BackwardPlan:
     """do, dlse, q, k, v, o, lse -> (dq, dk, dv), each in the memory order of its input. A ragged problem's calls add
-    cu_seqlens_q and cu_seqlens_k."""
+    cu_seqlens_q and cu_seqlens_k, a scheduled one's the order of tiles."""
 
     def __init__(self, problem: Problem, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
                  v: torch.Tensor, o: torch.Tensor, softmax_scale: float, strategy: str,
@@ -298,7 +335,7 @@ class BackwardPlan:
             "dk": dk,
             "dv": dv,
         }
-        tensors |= ({} if dlse is None else {"dlse": dlse}) | meta_offsets(problem.extent)
+        tensors |= ({} if dlse is None else {"dlse": dlse}) | meta_offsets(problem.extent, (ORDER,))
         ordered = {kernel: configs[kernel] for kernel in STRATEGIES[strategy]}
         shared: Workspaces = {"delta": (rows, "fp32")}
         self.kernels = Kernels(ordered, problem, tensors, softmax_scale, q.get_device(), shared, parts, order)
@@ -316,22 +353,30 @@ class BackwardPlan:
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask, softmax_scale: float, config: Config,
-    score: Score = NONE,
+    score: Score = NONE, offsets: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One forward with an explicit config. q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o, lse (of
-    ``lse_shape``, as the backward wants it)."""
-    problem = describe(q, k, v, mask, softmax_scale, score)
-    return ForwardPlan(problem, q, k, v, softmax_scale, config)(q, k, v)
+    ``lse_shape``, as the backward wants it). ``offsets``: cu_seqlens of queries and keys of packed sequences, where B is 1."""
+    problem = describe(q, k, v, mask, softmax_scale, score, extent_of(offsets))
+    o, lse = ForwardPlan(problem, q, k, v, softmax_scale, config)(q, k, v, *offsets)
+    return in_one_batch(o) if offsets else o, lse
+
+
+def extent_of(offsets: tuple[torch.Tensor, ...]) -> Extent:
+    """Of the sequences between these, if there are any."""
+    return Extent(RAGGED, len(offsets[0]) - 1) if offsets else WHOLE
 
 
 def backward(
     do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
     lse: torch.Tensor, *, mask: Mask, softmax_scale: float, strategy: str, configs: Mapping[str, Config],
     score: Score = NONE, parts: Mapping[str, int] = MappingProxyType({}), order: str = "",
+    offsets: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """One backward with explicit configs. strategy: "split" (deterministic) or "fused" (atomic sums of dQ); parts: by kernel,
     into how many each query group is split, a divisor of its size, or of the Hopper "bwd_dq" its keys (default 1); order: one
-    of ``overlapped.ORDERS``, for both Hopper kernels of a split backward at a time (default: one after the other)."""
-    problem = describe(q, k, v, mask, softmax_scale, score, o=o, do=do)
+    of ``overlapped.ORDERS``, for both Hopper kernels of a split backward at a time (default: one after the other);
+    ``offsets``: as ``forward`` has them."""
+    problem = describe(q, k, v, mask, softmax_scale, score, extent_of(offsets), o=o, do=do)
     plan = BackwardPlan(problem, do, dlse, q, k, v, o, softmax_scale, strategy, configs, parts, order)
-    return plan(do, dlse, q, k, v, o, lse)
+    return plan(do, dlse, q, k, v, o, lse, *offsets)

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from fa2tune.compiling.compiler import CompileError
-from fa2tune.compiling.registry import portable_of
+from fa2tune.compiling.registry import portable_config
 from fa2tune.launching import passes
 from fa2tune.measuring import clock_monitor, racing, reference, timing, worker
 from fa2tune.measuring.clock_monitor import Reading
 from fa2tune.measuring.samples import CRAWLING, EFFORTS, Race
-from fa2tune.spec.key import TuningKey
+from fa2tune.spec.extent import OFFSETS
+from fa2tune.spec.key import RAGGED_FAMILY, TuningKey
 from fa2tune.spec.problem import BACKWARD, Config, Problem
 from fa2tune.spec.variant import implementation_of
 
@@ -72,14 +73,24 @@ class _WarmGpu:
             inputs = reference.make_inputs(problem, "cuda", on_device=True)
             q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
             staged = {"q": q, "k": k, "v": v}
-            config = portable_of("fwd").space.default(problem.specialization, key.arch)
-            o, lse = passes.forward(q, k, v, mask=problem.mask, softmax_scale=key.head_dim**-0.5, config=config)
-            staged |= {"o": o, "lse": lse}
+            config = portable_config("fwd", problem.specialization, key.arch)
+            options = {"mask": problem.mask, "softmax_scale": key.head_dim**-0.5}
+            offsets = _offsets(key, q.device)
+            o, lse = passes.forward(q, k, v, **options, config=config, offsets=tuple(offsets.values()))
+            staged |= {"o": o, "lse": lse, **offsets}
             if backward:
                 staged |= {"do": do, "delta": (o.float() * do.float()).sum(-1), "dk": torch.empty_like(k),
                            "dv": torch.empty_like(v), "dq": torch.empty_like(q)}  # fmt: skip
             self.stage = (problem, backward), staged
         return self.stage[1]
+
+
+def _offsets(key: TuningKey, device: torch.device) -> dict[str, torch.Tensor]:
+    """Of a key's packed sequences, as kernels name them."""
+    if key.family != RAGGED_FAMILY:
+        return {}
+    ends = torch.tensor([0, *key.lengths()], device=device).cumsum(0).to(torch.int32)
+    return dict.fromkeys(OFFSETS, ends)
 
 
 @cache
@@ -97,7 +108,8 @@ def _runner(key: TuningKey, contender: Mapping[str, Any], tensors: Mapping[str, 
         order = ("do", "q", "k", "v", "o")
         do, q, k, v, o = (tensors[name] for name in order)
         plan = passes.BackwardPlan(problem, do, None, q, k, v, o, scale, contender["strategy"], contender["configs"])
-        return lambda: plan(do, None, q, k, v, o, tensors["lse"])
+        offsets = [tensors[name] for name in OFFSETS if name in tensors]
+        return lambda: plan(do, None, q, k, v, o, tensors["lse"], *offsets)
     step = passes.Step(key.kernel, problem, contender, tensors, scale, device)
     return lambda: step(tensors)
 

@@ -13,13 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from fa2tune.compiling.registry import portable_of, variant_of
+from fa2tune.compiling.registry import portable_config, variant_of
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, worker
-from fa2tune.spec.mask import row_mask_named
+from fa2tune.spec.key import WINDOW_SHARE
+from fa2tune.spec.mask import BAND, band, row_mask_named
 from fa2tune.spec.problem import STRATEGIES, Config, Problem, Specialization
 
 #: tensor -> {"max": .., "max_allowed": .., "rms": .., "rms_allowed": ..}: the form of Row.errors
@@ -119,26 +121,45 @@ class Case:
     problem: Problem
     scale: float = 1.0
     outlier: bool = False
+    #: (queries, keys) of packed sequences, which the problem's are together
+    sequences: tuple[tuple[int, int], ...] = ()
+
+    def offsets(self, device: str) -> tuple[torch.Tensor, ...]:
+        """Of queries and keys, where sequences are packed."""
+        sides = zip(*self.sequences, strict=True)
+        return tuple(torch.tensor([0, *side], device=device).cumsum(0).to(torch.int32) for side in sides)
 
 
 def cases(spec: Specialization, *, small: bool) -> tuple[Case, ...]:
     """Odd lengths either way round (with a causal mask: rows that see no key), grouped heads, the error rule's three kinds
-    of input. ``small``: little enough for the interpreter."""
+    of input; windows and packed sequences as the specialization has them. ``small``: little enough for the interpreter."""
 
     def problem(batch: int, heads_q: int, heads_kv: int, seqlen_q: int, seqlen_k: int) -> Problem:
+        mask = band(seqlen_k // WINDOW_SHARE, 0) if spec.mask == BAND else row_mask_named(spec.mask)
         return Problem(
-            spec.dtype, batch, heads_q, heads_kv, seqlen_q, seqlen_k, spec.head_dim, spec.head_dim_v,
-            row_mask_named(spec.mask), precision=spec.precision,
+            spec.dtype, batch, heads_q, heads_kv, seqlen_q, seqlen_k, spec.head_dim, spec.head_dim_v, mask,
+            precision=spec.precision,
+        )  # fmt: skip
+
+    def packed(case: Case) -> Case:
+        """The same heads and inputs, of sequences of other lengths, some without a query or a key."""
+        one = case.problem
+        lengths = ((one.seqlen_q, one.seqlen_k), (7, 0), (0, 9), (1, one.seqlen_k // 2), (one.seqlen_q // 3, 5))
+        return replace(
+            case, sequences=lengths,
+            problem=replace(one, batch=1, seqlen_q=sum(q for q, _ in lengths), seqlen_k=sum(k for _, k in lengths)),
         )  # fmt: skip
 
     if small:  # no outliers: over so few elements the reference may have the luck to be nearly exact
-        return (Case(problem(1, 2, 1, 70, 90)), Case(problem(1, 1, 1, 90, 70), scale=10.0))
-    return (
-        Case(problem(2, 4, 2, 113, 203)),
-        Case(problem(2, 4, 4, 203, 113), scale=10.0),
-        Case(problem(1, 4, 1, 577, 1001), outlier=True),
-        Case(problem(1, 8, 8, 1024, 1024)),
-    )
+        found = [Case(problem(1, 2, 1, 70, 90)), Case(problem(1, 1, 1, 90, 70), scale=10.0)]
+    else:
+        found = [
+            Case(problem(2, 4, 2, 113, 203)),
+            Case(problem(2, 4, 4, 203, 113), scale=10.0),
+            Case(problem(1, 4, 1, 577, 1001), outlier=True),
+            Case(problem(1, 8, 8, 1024, 1024)),
+        ]
+    return tuple(map(packed, found)) if spec.ragged else tuple(found)
 
 
 @lru_cache(maxsize=32)
@@ -146,8 +167,25 @@ def _answers(
     case: Case, device: str, gradients: bool
 ) -> tuple[reference.Inputs, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
     inputs = reference.make_inputs(case.problem, device, scale=case.scale, outlier=case.outlier)
-    oracle, same = reference.oracle_and_reference(inputs, mask=case.problem.mask, gradients=gradients)
+    options: dict[str, Any] = {"mask": case.problem.mask, "gradients": gradients}
+    if not case.sequences:
+        return inputs, *reference.oracle_and_reference(inputs, **options)
+    each = [reference.oracle_and_reference(one, **options) for one in _apart(case, inputs)]
+    oracle, same = (
+        {name: torch.cat([one[name] for one in side], 2) for name in side[0]} for side in zip(*each, strict=True)
+    )
     return inputs, oracle, same
+
+
+def _apart(case: Case, inputs: reference.Inputs) -> Iterator[reference.Inputs]:
+    """The inputs of each packed sequence."""
+    first_q = first_k = 0
+    for rows, keys in case.sequences:
+        of_q, of_k = slice(first_q, first_q + rows), slice(first_k, first_k + keys)
+        first_q, first_k = of_q.stop, of_k.stop
+        yield reference.Inputs(
+            inputs.q[:, :, of_q], inputs.k[:, :, of_k], inputs.v[:, :, of_k], inputs.do[:, :, of_q], None
+        )
 
 
 @lru_cache(maxsize=32)
@@ -185,7 +223,7 @@ def check_forward(config: Config, spec: Specialization, device: str, small: bool
     runs = [(case, config) for case in cases(spec, small=small)]
     decoding = replace(runs[0][0].problem, seqlen_q=FEW_QUERIES, seqlen_k=MANY_KEYS)
     suited = variant_of("fwd", config).suited(decoding, config)
-    if suited != config:
+    if suited != config and not spec.ragged:
         runs.append((Case(decoding), suited))
     found = []
     for case, its_config in runs:
@@ -193,7 +231,8 @@ def check_forward(config: Config, spec: Specialization, device: str, small: bool
             inputs, oracle, same = _answers(case, device, False)
             worker.report("launch")
             q, k, v, mask = inputs.q, inputs.k, inputs.v, case.problem.mask
-            o, lse = passes.forward(q, k, v, mask=mask, softmax_scale=spec.head_dim**-0.5, config=its_config)
+            options = {"mask": mask, "softmax_scale": spec.head_dim**-0.5, "offsets": case.offsets(device)}
+            o, lse = passes.forward(q, k, v, **options, config=its_config)
             worker.report("launched", LAUNCHED_SECONDS)
         found.append(compare({"o": o, "lse": passes.lse_of(lse)}, oracle, same))
     return worst(found)
@@ -206,7 +245,7 @@ def check_backward(
     dq, dk and dv, each of its worst case. Raises as ``check_forward``."""
     found = []
     for case in cases(spec, small=small):
-        options = {"mask": case.problem.mask, "softmax_scale": spec.head_dim**-0.5}
+        options = {"mask": case.problem.mask, "softmax_scale": spec.head_dim**-0.5, "offsets": case.offsets(device)}
         with _strict(spec.precision):
             inputs, oracle, same = _answers(case, device, True)
             q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
@@ -226,5 +265,5 @@ def check(kernel: str, config: Config, spec: Specialization, arch: int, device: 
     if kernel == "fwd":
         return check_forward(config, spec, device, small)
     strategy = next(strategy for strategy, kernels in STRATEGIES.items() if kernel in kernels)
-    defaults = {name: portable_of(name).space.default(spec, arch) for name in ("fwd", *STRATEGIES[strategy])}
+    defaults = {name: portable_config(name, spec, arch) for name in ("fwd", *STRATEGIES[strategy])}
     return check_backward(defaults | {kernel: config}, spec, strategy, device, small)

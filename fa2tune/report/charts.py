@@ -19,7 +19,7 @@ from fa2tune.bench.plotting import COLOURS
 from fa2tune.report.compared import Compared
 from fa2tune.report.facts import Standing, TimedPrediction, listed_gpu, rank_correlations
 from fa2tune.rows.row import OBTAINED
-from fa2tune.spec.key import TuningKey
+from fa2tune.spec.key import FAMILIES, TuningKey
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BUCKETS, DTYPES
 
@@ -72,7 +72,7 @@ def tokens(key: TuningKey) -> str:
 
 
 def title_of(key: TuningKey) -> str:
-    return f"{key.kernel} {key.dtype} {dims_of(key)} {key.mask} {tables.length_name(key.bucket)}"
+    return f"{key.kernel} {key.dtype} {dims_of(key)} {key.kind} {tables.length_name(key.bucket)}"
 
 
 def catalogue_entry(key: TuningKey) -> str:
@@ -85,7 +85,7 @@ def catalogue_entry(key: TuningKey) -> str:
 
 
 def panel_of(key: TuningKey) -> str:
-    return f"head dim {dims_of(key)}, {key.mask}"
+    return f"head dim {dims_of(key)}, {key.kind}"
 
 
 def record_of(key: TuningKey) -> ChartRecord:
@@ -99,7 +99,10 @@ def record_of(key: TuningKey) -> ChartRecord:
 
 def panels_of(keys: Iterable[TuningKey]) -> tuple[list[str], int]:
     """(panels in order: a row of panels per mask, a column per head dim; how many columns)."""
-    found = sorted({(ROW_MASKS.index(key.mask), (key.head_dim, key.head_dim_v), panel_of(key)) for key in keys})
+    found = sorted({
+        ((FAMILIES.index(key.family), ROW_MASKS.index(key.mask)), (key.head_dim, key.head_dim_v), panel_of(key))
+        for key in keys
+    })  # fmt: skip
     return [name for *_, name in found], max(1, len({dims for _, dims, _ in found}))
 
 

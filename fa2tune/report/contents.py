@@ -285,7 +285,7 @@ def blocks(standings: Sequence[Standing]) -> list[Block]:
         lines: list[Line] = []
         last: tuple[Any, ...] = ()
         for number, s in members:
-            group = s.row.key.kernel, s.row.key.dtype, s.row.key.precision, s.row.key.mask
+            group = s.row.key.kernel, s.row.key.dtype, s.row.key.precision, s.row.key.kind
             lines.append(_line(s, number, group != last))
             last = group
         found.append(Block(title, list(_says(best)), lines, len(best), about))
@@ -307,7 +307,7 @@ def _line(s: Standing, number: int, first: bool) -> Line:
     key = s.row.key
     return Line(
         s, facts.config_text(s.row), facts.gain_text(s.row),
-        charts.tokens(key) + ("" if s.best else " other"), tables.length_name(key.bucket), key.mask,
+        charts.tokens(key) + ("" if s.best else " other"), tables.length_name(key.bucket), key.kind,
         key.kernel, number, first,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from fa2tune import gpus
 from fa2tune.gpus import Gpu
 from fa2tune.rows.describe import described_row
 from fa2tune.rows.row import PORTED, Row, over_portable, precedence, winner
-from fa2tune.spec.key import TuningKey
+from fa2tune.spec.key import DENSE_FAMILY, TuningKey
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD, DTYPES, ITEMSIZE, KERNELS, Problem
 from fa2tune.spec.variant import SearchSpace
@@ -60,7 +60,7 @@ def order(key: TuningKey) -> tuple[object, ...]:
     """For sorting keys as the page has them."""
     return (
         key.gpu, key.sm_count, key.head_dim, key.head_dim_v, place(KERNEL_ORDER, key.kernel), key.kernel,
-        place(DTYPES, key.dtype), key.dtype, key.precision, place(ROW_MASKS, key.mask), key.bucket,
+        place(DTYPES, key.dtype), key.dtype, key.precision, place(ROW_MASKS, key.mask), key.family, key.bucket,
     )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def peak(key: TuningKey) -> float | None:
 def workload(row: Row) -> Problem:
     """What a row was timed on; as its key says where the row does not."""
     problem = row.key.workload()
-    if not row.heads_q or not row.heads_kv or not row.batch:
+    if not row.heads_q or not row.heads_kv or not row.batch or row.key.family != DENSE_FAMILY:
         return problem
     key = row.key
     return Problem(
@@ -294,7 +294,7 @@ def pruned(rows: Iterable[Row]) -> list[Pruned]:
     groups: dict[tuple[object, ...], Counter[str]] = {}
     for row in rows:
         key = row.key
-        mine = groups.setdefault((key.kernel, key.head_dim, key.gpu, key.head_dim_v, key.dtype, key.precision, key.mask,
+        mine = groups.setdefault((key.kernel, key.head_dim, key.gpu, key.head_dim_v, key.dtype, key.precision, key.kind,
                                   row.specialized), Counter())  # fmt: skip
         for reason, count in row.pruned.items():
             mine[reason] = max(mine[reason], count)

@@ -44,7 +44,7 @@ def groups(searches: Iterable[StoredSearch]) -> list[SearchGroup]:
     found = []
     for members in groups.values():
         key = members[0].key
-        title = f"{members[0].searched} {key.dtype} {dims_of(key)} {key.mask}"
+        title = f"{members[0].searched} {key.dtype} {dims_of(key)} {key.kind}"
         about = " ".join(word for word in tokens(key).split() if not word.startswith("len:"))
         found.append(SearchGroup(title, members, about))
     return found
@@ -236,7 +236,7 @@ def failures(searches: Iterable[StoredSearch]) -> list[FailureLine]:
             if once in seen:  # the same end at every length
                 continue
             seen.add(once)
-            where = f"{search.searched} {search.key.dtype} {search.key.head_dim} {search.key.mask}"
+            where = f"{search.searched} {search.key.dtype} {search.key.head_dim} {search.key.kind}"
             about = " ".join(word for word in tokens(search.key).split() if not word.startswith("len:"))
             times, example, kept = met.get((status, why), (0, f"{where}: {describe(config)}", about))
             met[status, why] = times + 1, example, kept

@@ -1,5 +1,6 @@
 """Which row serves a tuning key, and why: the lookup ladder.
 
+Windows and packed sequences have families of their own, whose rows come first (``of_family``); then dense ones, as here.
 What no row may ever differ in: kernel, family, causal or not, float32 precision, compute capability, 16-bit or 32-bit element
 type; and padded head dims, but for the last step of the problem. Among the rest the first difference decides, in this order:
 
@@ -272,6 +273,18 @@ def candidates(key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolch
         ]
         found = _sorted(wider, gpu_silicon, rows, toolchain)
         yield from (replace(one, problem_step=WIDER) for one in found)
+
+
+def of_family(
+    key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolchain: Toolchain
+) -> Iterator[Candidate]:  # fmt: skip
+    """Rows of a family of its own (windows, packed sequences), which stand before dense ones: of the very length and dtype,
+    for head dims that are padded alike, measured on this silicon or ported to it, and fresh."""
+    fixed, far = _fixed(key), PROBLEM_STEPS.index("nearest bucket")
+    near = [(layer, [row for row in _relatives(layer, fixed) if _problem(key, row.key)[0] < far]) for layer in layers]
+    for one in _sorted(key, gpu_silicon, near, toolchain):
+        if one.gpu_step != ARCHITECTURE and one.row.obtained != PREDICTED and not one.stale:
+            yield one
 
 
 def _widened(key: TuningKey) -> TuningKey | None:

@@ -28,6 +28,7 @@ WORDS: Mapping[str, str] = {
     "late_q_is_the_only_one": "Q_LATE with two Q tiles",
     "launch_registers_hold_a_product": "maxnreg leaves too few registers for a product",
     "narrow_tiles_hold_head_dims": "NARROW of head dims above 32, or with IN_PARTS",
+    "not_of_the_family": "what such calls leave out",
     "o_has_room_of_its_own": "O shares memory although memory of its own fits",
     "o_through_q_alone": "O cannot be stored through Q's memory",
     "one_group_shares": "maxnreg does not suit the number of consumer groups",

@@ -110,7 +110,7 @@ class Row:
     @cached_property
     def source(self) -> str:
         """What fingerprint.kernel_hashes calls the hash of the source that it rests on."""
-        return hashed_as(self.key.kernel, self.implementation, self.key.mask, self.strategy, self._named)
+        return hashed_as(self.key.kernel, self.implementation, self.key.hooks, self.strategy, self._named)
 
     @property
     def _named(self) -> tuple[str, ...]:

@@ -17,8 +17,10 @@ OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 #: Of q and o, where a tile's rows are several query heads: units of 16 bytes from a row to the next, and from the query heads
 #: of a key head to the next ones (``_by_member`` in launching/launch.py).
 UNITS = ("q_units", "q_group_units", "o_units", "o_group_units")
-#: And all that packed calls alone have: also the order of their tiles (kernels/portable/packed_order.py).
-PACKED = (*OFFSETS, "order", *UNITS)
+#: The order of their tiles (kernels/portable/packed_order.py), and how many of them programs have taken.
+QUEUE = ("order", "taken")
+#: All that packed calls alone have.
+PACKED = (*OFFSETS, *QUEUE, *UNITS)
 #: Tensors with a row a token: behind a descriptor they have one dimension more (``_addressed`` in launching/launch.py).
 PACKED_ROWS_OF = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 
@@ -31,6 +33,7 @@ class Extent:
     sequences: int = 0  #: of a ragged call, as its offsets count them
     longest: int = 0  #: rows of its longest sequence, as the caller says: chooses among rows of the cache; 0: not known
     parts: int = 1  #: sequences of the offsets for each of the caller's: more than 1 where used lengths divide them
+    scheduled: bool = False  #: the order of tiles comes with the call
 
     @property
     def given(self) -> int:

@@ -19,6 +19,8 @@ from fa2tune.spec.values import check_limits
 
 #: What a call passes: (left, right), each None or -1 (unbounded) or a number of keys from 0 on.
 Window = tuple[int | None, int | None]
+#: The mask of a window.
+BAND = "band"
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -56,7 +58,7 @@ class Mask:
     @property
     def kind(self) -> str:
         """For people, without values: "a window", "the mask chunked"."""
-        return "a window" if self.name == "band" else f"the mask {self.name}"
+        return "a window" if self.name == BAND else f"the mask {self.name}"
 
     @property
     def measured(self) -> bool:
@@ -71,7 +73,7 @@ class Mask:
     @property
     def window(self) -> Window | None:
         """(left, right) of a band, None where a side is unbounded; None of any other mask."""
-        if self.name != "band":
+        if self.name != BAND:
             return None
         left, right = (None if side == UNBOUNDED else side for side in self.values)
         return left, right
@@ -114,7 +116,7 @@ def band(left: int | None, right: int | None) -> Mask:
     """The mask of a window whose sides are None (unbounded) or numbers of keys: full and causal are two of them."""
     if left is None and right in (None, 0):
         return FULL if right is None else CAUSAL
-    return Mask("band", *(UNBOUNDED if side is None else side for side in (left, right)))
+    return Mask(BAND, *(UNBOUNDED if side is None else side for side in (left, right)))
 
 
 def row_mask_named(name: str) -> Mask:
@@ -146,7 +148,7 @@ def for_operator(mask: Mask) -> tuple[str, int, int]:
     """A mask as operators take it, so that one graph of torch.compile serves all bands. ValueError: it has more values than any
     mask; ``of_operator`` checks the rest."""
     if mask in (FULL, CAUSAL):
-        return "band", UNBOUNDED, 0 if mask == CAUSAL else UNBOUNDED
+        return BAND, UNBOUNDED, 0 if mask == CAUSAL else UNBOUNDED
     if len(mask.values) > MOST_VALUES:  # no repr: torch.compile cannot trace it
         raise ValueError(f"mask: got {len(mask.values)} values of {mask.name}, a mask has at most {MOST_VALUES}")
     first, second = (*mask.values, *[ABSENT] * (MOST_VALUES - len(mask.values)))

@@ -32,30 +32,34 @@ PLACES = gl.constexpr(4)
 AHEAD = gl.constexpr(3)
 #: Of a place: its head, where packed_order leaves room, and the number of its sequence.
 HEAD, SEQUENCE = gl.constexpr(5), gl.constexpr(6)
+#: Behind the last number the counter is 0 again, for the next launch: each tile of a call is taken once.
 _TAKE = gl.constexpr(
     "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.b32 $0, 0; "
-    "@p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }"
+    "@p atom.relaxed.gpu.global.inc.u32 $0, [$1], $2; }"
 )
 _SHARE = gl.constexpr("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;")
 
 
 @gluon.jit
-def make_queue(order, RAGGED: gl.constexpr):
-    """(order, numbers, mbarriers ``sent``); () of a dense call."""
+def make_queue(order, taken, RAGGED: gl.constexpr):
+    """(order, taken, numbers, mbarriers ``sent``); () of a dense call. Word 1 of ``taken`` is the counter."""
     if RAGGED:
         numbers = gl.allocate_shared_memory(gl.int32, [PLACES, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         sent = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(PLACES):
             mbarrier.init(sent.index(i), count=1)
-        return order, numbers, sent
+        return order, taken, numbers, sent
     else:
         return ()
 
 
 @gluon.jit
-def _take(order):
-    """One warp takes a number from the counter, which its first lane gets. Nothing waits for it until ``_share``."""
-    return gl.inline_asm_elementwise(_TAKE, "=r,l", [(order + 1).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+def _take(queue, count):
+    """One warp takes a number from the counter of ``count`` tiles, which its first lane gets. Nothing waits for it until
+    ``_share``."""
+    _, taken, _, _ = queue
+    given = [(taken + 1).to(gl.int64), count - 1]
+    return gl.inline_asm_elementwise(_TAKE, "=r,l,r", given, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -66,7 +70,7 @@ def _share(taken):
 @gluon.jit
 def _send(queue, turn, index, tiles, heads, heads_per_wave):
     """The producer sends its turn-th tile, which has this number in the queue. Bands of heads: as tile_of has them."""
-    order, numbers, sent = queue
+    order, _, numbers, sent = queue
     layout: gl.constexpr = gl.BlockedLayout([1], [WARP], [1], [0])
     band = index // gl.maximum(tiles * heads_per_wave, 1)
     first = band * heads_per_wave
@@ -90,7 +94,7 @@ def _number(numbers, place, WORD: gl.constexpr, WARPS: gl.constexpr):
 def received_tile(queue, turn, WARPS: gl.constexpr):
     """(head, first row, row where the sequence ends, its rows, key where it ends, its keys) of this program's turn-th tile; a
     head of -1: there is none. WARPS: of the partition that asks."""
-    _, numbers, sent = queue
+    _, _, numbers, sent = queue
     place = turn % PLACES
     mbarrier.wait(sent.index(place), (turn // PLACES) & 1)
     head = _number(numbers, place, HEAD, WARPS)
@@ -105,7 +109,7 @@ def received_tile(queue, turn, WARPS: gl.constexpr):
 @gluon.jit
 def sequence_of(queue, turn, WARPS: gl.constexpr):
     """The number of the sequence of a tile that ``received_tile`` gave before; behind the last one, how many there are."""
-    _, numbers, _ = queue
+    _, _, numbers, _ = queue
     return _number(numbers, turn % PLACES, SEQUENCE, WARPS)
 
 
@@ -114,7 +118,7 @@ def _produce_packed(q, k, v, smem, barriers, queue, call, parts, form):
     """As ``produce``, over the tiles of a queue. Coordinates are counted so that a block ends where its sequence does
     (``_addressed`` in fa2tune/launching/launch.py). parts: None, or into how many the keys of a tile are split; heads of the
     queue are then parts of query heads."""
-    order, _, _ = queue
+    order, _, _, _ = queue
     await_kernel_before()  # nothing of what packed_order writes is read before
     FIRST: gl.constexpr = 1 if form.Q_STAGES > 1 else 0
     heads_q, group, window = call.heads_q, call.group, call.window
@@ -144,7 +148,7 @@ def _produce_packed(q, k, v, smem, barriers, queue, call, parts, form):
         taken_at = gl.maximum(n_blocks - AHEAD, 0)
         for j in range(n_blocks):
             if j == taken_at:
-                taken = _take(order)
+                taken = _take(queue, tiles * heads_q)
             stage = (done + j) % form.STAGES
             row = row_k - j * form.BLOCK_N  # the last block, the one under the mask, comes first
             await_room(barriers.k_empty, done + j, K_EMPTY, form)
@@ -187,7 +191,7 @@ def produce_parts(q, k, v, smem, barriers, queue, call, parts, form):
 @gluon.jit
 def _produce_packed_members(q, k, v, smem, barriers, queue, q_units, call, MEMBERS: gl.constexpr, form):
     """As ``_produce_packed``, of tiles whose rows are the query heads of a key head: heads of the queue are MEMBERS of them."""
-    order, _, _ = queue
+    order, _, _, _ = queue
     await_kernel_before()  # nothing of what packed_order writes is read before
     window = call.window
     times = gl.cdiv(call.group, MEMBERS)
@@ -210,7 +214,7 @@ def _produce_packed_members(q, k, v, smem, barriers, queue, q_units, call, MEMBE
         taken_at = gl.maximum(count - AHEAD, 0)
         for j in range(count):
             if j == taken_at:
-                taken = _take(order)
+                taken = _take(queue, tiles * heads)
             stage = (done + j) % form.STAGES
             row = row_k - j * form.BLOCK_N
             await_room(barriers.k_empty, done + j, K_EMPTY, form)

@@ -34,7 +34,7 @@ from fa2tune.kernels.lib.hopper_parts import (
 )
 from fa2tune.kernels.lib.hopper_split import of_queries, rows_of_head, tile_in_order
 from fa2tune.search_spaces.lib.hopper import part_dims
-from fa2tune.search_spaces.portable.packed_order import order_shape
+from fa2tune.search_spaces.portable import packed_order
 from fa2tune.search_spaces.sm90 import bwd_dq as space
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import Variant, Workspaces
@@ -226,11 +226,11 @@ def bwd_dq_hopper_kernel(
 
 
 def _workspaces(problem: Problem, config: Config) -> Workspaces:
-    return {"order": (order_shape(problem, space.rows(config)), "i32")} if problem.extent.ragged else {}
+    return {"order": (packed_order.order_shape(problem, space.rows(config)), "i32")} if problem.extent.ragged else {}
 
 
 def _passes_on(spec: Specialization, config: Config) -> dict[str, int]:
-    return {"BLOCK_Q": space.rows(config), "IN_TURNS": space.IN_TURNS} if spec.ragged else {}
+    return {"BLOCK_Q": space.rows(config), "IN_TURNS": packed_order.DQ_IN_TURNS} if spec.ragged else {}
 
 
 VARIANT = Variant(

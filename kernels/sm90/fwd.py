@@ -47,7 +47,7 @@ from fa2tune.kernels.lib.hopper_parts import (
 )
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_tiles, received_tile, sequence_of
 from fa2tune.search_spaces.portable.fwd_norms import norms_shape
-from fa2tune.search_spaces.portable.packed_order import order_shape
+from fa2tune.search_spaces.portable.packed_order import order_and_counter
 from fa2tune.search_spaces.sm90 import fwd as space
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
@@ -319,7 +319,7 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
 @gluon.jit
 def fwd_hopper_kernel(
     q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, norms, window_left, window_right,
-    q_rest, k_rest, v_rest, o_rest, order,
+    q_rest, k_rest, v_rest, o_rest, order, taken,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr,
     CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr, SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
@@ -337,7 +337,8 @@ def fwd_hopper_kernel(
     HEADS_PER_WAVE 0: by heads_in_band. norms, only if RESCALE is "never": what fwd_norms_kernel makes of k.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other. order: what packed_order_kernel makes of where
-    they start. Programs take tiles from a queue. Rows behind the last sequence: o = 0, lse = -inf.
+    they start. Programs take tiles from a queue, whose counter is word 1 of taken: 0 before and after. Rows behind the last
+    sequence: o = 0, lse = -inf.
     """
     GROUPS: gl.constexpr = BLOCK_M // ROWS
     LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED
@@ -367,7 +368,7 @@ def fwd_hopper_kernel(
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=GROUPS)
         mbarrier.init(v_empty.index(i), count=GROUPS)
-    queue = make_queue(order, RAGGED)
+    queue = make_queue(order, taken, RAGGED)
     fence_async_shared()
     out = Outputs(o, lse, norms)
     smem = Shared(q_smem, k_smem, v_smem, o_smem)
@@ -414,11 +415,11 @@ def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
 
 
 def _workspaces(problem: Problem, config: Config) -> Workspaces:
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    found: dict[str, tuple[tuple[int, ...], str] | str] = {}
     if config["RESCALE"] == "never":
         found["norms"] = norms_shape(problem), "fp32"
     if problem.extent.ragged:
-        found["order"] = order_shape(problem, config["BLOCK_M"]), "i32"
+        found |= order_and_counter(problem, config["BLOCK_M"])
     return found
 
 
@@ -427,7 +428,7 @@ VARIANT = Variant(
     kernel=fwd_hopper_kernel,
     space=space.SPACE,
     tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "norms": "fp32",
-             "q_rest": "", "k_rest": "", "v_rest": "", "o_rest": "", "order": "i32"},
+             "q_rest": "", "k_rest": "", "v_rest": "", "o_rest": "", "order": "i32", "taken": "i32"},
     descriptors={"q": (space.ROWS, "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
                  "o": (space.ROWS, "O_COLUMNS"),
                  "q_rest": (space.ROWS, "REST_D"), "k_rest": ("BLOCK_N", "REST_D"), "v_rest": ("BLOCK_N", "REST_DV"),

@@ -56,7 +56,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_members, received_tile
-from fa2tune.search_spaces.portable.packed_order import order_shape
+from fa2tune.search_spaces.portable.packed_order import order_and_counter
 from fa2tune.search_spaces.sm90 import fwd, fwd_grouped
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
@@ -212,7 +212,7 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
 @gluon.jit
 def fwd_hopper_grouped_kernel(
     q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, window_left, window_right,
-    q_rest, k_rest, v_rest, o_rest, order, q_units, q_group_units, o_units, o_group_units,
+    q_rest, k_rest, v_rest, o_rest, order, taken, q_units, q_group_units, o_units, o_group_units,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
@@ -242,7 +242,7 @@ def fwd_hopper_grouped_kernel(
     k_empty, v_empty = k_ready, v_ready  # NUMBERED: no warp arrives or waits at these
     if not NUMBERED:
         k_empty, v_empty = slots(STAGES, GROUPS), slots(STAGES, GROUPS)
-    queue = make_queue(order, RAGGED)
+    queue = make_queue(order, taken, RAGGED)
     fence_async_shared()
     out = Outputs(o, lse, (o_units, o_group_units))
     q_steps = (q_units, q_group_units)
@@ -274,7 +274,7 @@ def fwd_hopper_grouped_kernel(
 def _workspaces(problem: Problem, config: Config) -> Workspaces:
     if not problem.extent.ragged:
         return {}
-    return {"order": (order_shape(problem, config["BLOCK_M"] // config["MEMBERS"]), "i32")}
+    return order_and_counter(problem, config["BLOCK_M"] // config["MEMBERS"])
 
 
 def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
@@ -285,7 +285,7 @@ VARIANT = Variant(
     kernel=fwd_hopper_grouped_kernel,
     space=fwd_grouped.SPACE,
     tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "q_rest": "", "k_rest": "", "v_rest": "", "o_rest": "",
-             "order": "i32"},
+             "order": "i32", "taken": "i32"},
     descriptors={"q": (1, 1, "QUERIES", "MEMBERS", "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
                  "o": (1, 1, "QUERIES", "MEMBERS", "BLOCK_DV"),
                  "q_rest": (1, 1, "QUERIES", "MEMBERS", "REST_D"), "k_rest": ("BLOCK_N", "REST_D"),

@@ -48,7 +48,7 @@ from fa2tune.kernels.lib.hopper_parts import (
 )
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_parts, received_tile
 from fa2tune.search_spaces.lib.hopper import part_dims
-from fa2tune.search_spaces.portable.packed_order import order_shape
+from fa2tune.search_spaces.portable.packed_order import order_and_counter
 from fa2tune.search_spaces.sm90 import fwd, fwd_split
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
@@ -212,7 +212,7 @@ def _slots(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def fwd_hopper_split_kernel(
     q, k, v, o_parts, stats, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, SPLITS, window_left, window_right,
-    q_rest, k_rest, v_rest, order,
+    q_rest, k_rest, v_rest, order, taken,
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
@@ -239,7 +239,7 @@ def fwd_hopper_split_kernel(
     k_empty, v_empty = k_ready, v_ready  # NUMBERED: no warp arrives or waits at these
     if not NUMBERED:
         k_empty, v_empty = _slots(STAGES, GROUPS), _slots(STAGES, GROUPS)
-    queue = make_queue(order, RAGGED)
+    queue = make_queue(order, taken, RAGGED)
     fence_async_shared()
     sums = Sums(o_parts, stats, SPLITS)
     smem = Shared(q_smem, k_smem, v_smem, ())
@@ -274,14 +274,14 @@ def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
 
 
 def _workspaces(problem: Problem, config: Config) -> Workspaces:
-    return {"order": (order_shape(problem, config["BLOCK_M"]), "i32")} if problem.extent.ragged else {}
+    return order_and_counter(problem, config["BLOCK_M"]) if problem.extent.ragged else {}
 
 
 VARIANT = Variant(
     kernel=fwd_hopper_split_kernel,
     space=fwd_split.SPACE,
     tensors={"q": "", "k": "", "v": "", "o_parts": "fp32", "stats": "fp32", "q_rest": "", "k_rest": "", "v_rest": "",
-             "order": "i32"},
+             "order": "i32", "taken": "i32"},
     descriptors={"q": (fwd.ROWS, "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
                  "q_rest": (fwd.ROWS, "REST_D"), "k_rest": ("BLOCK_N", "REST_D"), "v_rest": ("BLOCK_N", "REST_DV")},
     rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v"},

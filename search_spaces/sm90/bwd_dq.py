@@ -15,9 +15,6 @@ from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import Constraint, SearchSpace, added
 
 ROWS = 64  #: query rows of a consumer group
-#: Of packed sequences: tiles, of sequences that are alike, whose sequences take turns (search_spaces/portable/packed_order.py).
-#: Few, so that HEADS_PER_WAVE keeps about as much K and V in use as in the dense call it was tuned for. Not measured.
-IN_TURNS = 32
 #: Registers a thread of a consumer group gets, by groups: what 64 Ki leave beside a producer of 24.
 REGISTERS = {2: 240, 3: 160}
 

@@ -195,6 +195,7 @@ def test_dir_shows_the_public_names_before_and_after_they_are_used() -> None:
         "explain",
         "is_supported",
         "manifest",
+        "varlen_schedule",
     ], done.stderr
 
 

@@ -135,6 +135,85 @@ def test_a_cuda_graph_is_replayed_with_other_lengths():
             assert torch.equal(replayed, eager)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_layers_share_a_schedule(dim):
+    """Bits as without, on several streams at a time, in graphs whose lengths change, replayed beside eager calls."""
+    total, sequences = 4096, 16
+    layers = [[torch.randn(total, h, dim, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2)] for _ in range(4)]
+    starts = offsets([total // sequences] * sequences)
+
+    def run(shared):
+        schedule = fa2tune.varlen_schedule(starts, total_q=total) if shared else None
+        found = []
+        for tensors in layers:
+            q, k, v = (t.requires_grad_() for t in tensors)
+            o = fa2tune.attention_varlen(q, k, v, starts, causal=True, deterministic=True, schedule=schedule)
+            found += [o, *torch.autograd.grad(o, (q, k, v), torch.ones_like(o))]
+        return found
+
+    def same(one, other):
+        return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+    for shared in (False, True):  # warm
+        run(shared)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(True)
+    side, draw = torch.cuda.Stream(), random.Random(0)
+    for end in (total, total - 500, 0):
+        cuts = sorted(draw.choices(range(end + 1), k=sequences - 1))
+        starts.copy_(torch.tensor([0, *cuts, end], dtype=torch.int32))
+        expected = run(False)
+        torch.cuda.synchronize()
+        for _ in range(8):
+            with torch.cuda.stream(side):
+                graph.replay()
+                eager = run(True)
+            here = run(True)
+            torch.cuda.synchronize()
+            assert same(here, expected) and same(eager, expected) and same(captured, expected)
+
+
+def test_a_schedule_from_before_a_graph():
+    total = 2048
+    q, k, v = (torch.randn(total, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    starts = offsets([1500, 48, 500])
+    schedule = fa2tune.varlen_schedule(starts, total_q=total)
+
+    def run():
+        return [fa2tune.attention_varlen(q, k, v, starts, causal=True, schedule=schedule) for _ in range(3)]
+
+    expected = fa2tune.attention_varlen(q, k, v, starts, causal=True)
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(3):
+        graph.replay()
+        assert all(torch.equal(one, expected) for one in captured)
+
+
+def test_torch_compile_with_a_schedule():
+    compiles = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+
+    def layers(q, k, v, starts):
+        schedule = fa2tune.varlen_schedule(starts, total_q=q.shape[0])
+        for _ in range(2):
+            q = fa2tune.attention_varlen(q, k, v, starts, causal=True, deterministic=True, schedule=schedule)
+        return q
+
+    call = torch.compile(layers, fullgraph=True, dynamic=True, backend=compiles)
+    for lengths in ((300, 212), (7, 0, 90, 1000), (2000,) * 5):
+        given = [torch.randn(sum(lengths), 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv"]
+        pairs = [
+            (o, *torch.autograd.grad(o.sum(), given)) for o in (run(*given, offsets(lengths)) for run in (call, layers))
+        ]
+        assert all(torch.equal(*pair) for pair in zip(*pairs, strict=True))
+    assert compiles.frame_count == 1
+
+
 def test_torch_compile_takes_every_length_and_number_of_sequences():
     compiles = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     call = torch.compile(

@@ -16,6 +16,7 @@ from transformers import masking_utils as masks  # noqa: E402
 
 import fa2tune  # noqa: E402
 import fa2tune.compat.transformers as compat  # noqa: E402
+from fa2tune.compat import documents  # noqa: E402
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
          "max_position_embeddings": 64}  # fmt: skip
@@ -452,3 +453,22 @@ def test_without_transformers_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.delitem(sys.modules, "fa2tune.compat.transformers")
     with pytest.raises(ImportError, match=r"fa2tune\.compat\.transformers needs .*pip install 'fa2tune\[models\]'"):
         importlib.import_module("fa2tune.compat.transformers")
+
+
+def test_layers_share_one_schedule(monkeypatch):
+    """Made once for what ``mask`` gives, of documents and of padding, which are sequences of their own each."""
+    made = []
+    schedule = documents.varlen_schedule
+    monkeypatch.setattr(
+        documents, "varlen_schedule", lambda *given, **rows: made.append(rows) or schedule(*given, **rows)
+    )
+    q, ids_of = torch.randn(2, 2, TOKENS, 16), torch.arange(TOKENS).div(3, rounding_mode="floor").int().expand(2, -1)
+    for seen, sequences in ((ids_of, 1), (padding("left").bool(), 2)):
+        made.clear()
+        found = [
+            compat.forward(torch.nn.Module(), q, q, q, seen, is_causal=causal)[0]
+            for _layer in range(2)
+            for causal in (True, False)
+        ]
+        assert len(made) == sequences
+        assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])

@@ -9,9 +9,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import torch
 
-from fa2tune.compiling.registry import portable_of
+from fa2tune.compiling.registry import portable_config, portable_of
 from fa2tune.launching import passes
 from fa2tune.measuring import verify
+from fa2tune.spec.key import specialization_of
+from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import KERNELS, Specialization
 
 SMALL = {
@@ -67,3 +69,27 @@ def test_a_gradient_of_the_wrong_head_is_caught(monkeypatch):
 def test_torch_is_left_as_it_was():
     verify.check_forward(SMALL, Specialization("fp32", 16, 16, "full"), "cpu", True)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("family", ["banded", "ragged"])
+def test_windows_and_packed_sequences_pass_the_gate(kernel, family):
+    spec = specialization_of(family, "fp16", 24, 16, "causal")
+    config = portable_config(kernel, spec, 80)
+    errors = verify.check(kernel, config, spec, 80, "cpu", True)
+    assert set(errors) == ({"o", "lse"} if kernel == "fwd" else {"dq", "dk", "dv"})
+
+
+@pytest.mark.parametrize("family", ["banded", "ragged"])
+def test_a_window_or_the_ends_of_sequences_left_out_are_caught(monkeypatch, family):
+    """By the oracle: the window is part of the question, and so are the sequences."""
+    spec = specialization_of(family, "fp16", 16, 16, "causal")
+    forward = passes.forward
+
+    def wrong(*tensors, mask, offsets, **options):
+        ends = tuple(torch.tensor([0, tensors[side].shape[2]], dtype=torch.int32) for side in (0, 1)) if offsets else ()
+        return forward(*tensors, mask=CAUSAL, offsets=ends, **options)
+
+    monkeypatch.setattr(passes, "forward", wrong)
+    with pytest.raises(verify.WrongResult):
+        verify.check_forward({**SMALL, "LOADS": "pointer"}, spec, "cpu", True)

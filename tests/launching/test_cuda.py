@@ -33,7 +33,7 @@ from fa2tune.launching.cuda import Chain, CudaError, Function, Maps
 from fa2tune.launching.image import Image, MapFormat
 from fa2tune.rows import reader
 from fa2tune.rows.row import Row
-from fa2tune.spec.extent import DENSE, RAGGED
+from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import SPLIT, STRATEGIES, Problem, Specialization
 
@@ -451,33 +451,30 @@ def test_a_launch_may_start_before_the_one_before_has_ended(driver: Driver, monk
     for name, variant in registry.variants().items():
         assert not variant.early(PROBLEM.specialization, variant.space.default(PROBLEM.specialization, 90)), name
     fused = variant_named("sm90/bwd_fused")
-    spec = PROBLEM.specialization
     wide = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096)
     beside = {**fused.space.default(PROBLEM.specialization, 90), "BESIDE": True}
     for version, early in ((12020, False), (12030, True)):
         cuda.may_start_early.cache_clear()
         driver.version = version
-        assert launch.starts_early(fused, spec, beside) == early
-        assert not launch.starts_early(fused, spec, {**beside, "BESIDE": False})
+        assert launch.starts_early(fused, PROBLEM, beside) == early
+        assert not launch.starts_early(fused, PROBLEM, {**beside, "BESIDE": False})
         workers = fused.scalars(wide, beside, early)
         assert (132 * workers["rows_worth"] // workers["keys_seen"] >= 132) != early, "alone, all prepare"
     (before,), (after,) = compiler.around(fused, PROBLEM.specialization, beside, 90)
     assert (before[0].name, after[0].name) == ("sm90/bwd_beside", "sm90/bwd_finish")
-    assert not launch.starts_early(after[0], spec, after[1])
+    assert not launch.starts_early(after[0], PROBLEM, after[1])
     _, (after,) = compiler.around(fused, PROBLEM.specialization, {**beside, "FINISH_BESIDE": True}, 90)
-    assert launch.starts_early(after[0], spec, after[1])
-    packed = Specialization("bf16", 128, 128, "causal", extent=RAGGED)
+    assert launch.starts_early(after[0], PROBLEM, after[1])
+    packed = replace(PROBLEM, batch=1, extent=Extent(RAGGED, 2))
     for name in ("sm90/fwd", "sm90/fwd_grouped", "sm90/fwd_split"):
-        variant = variant_named(name)
-        config = variant.space.default(packed, 90)
+        variant, spec = variant_named(name), packed.specialization
+        config = variant.space.default(spec, 90)
         assert launch.starts_early(variant, packed, config)
-        assert not launch.starts_early(variant, replace(packed, extent=DENSE), config)
-        ((order, settings),), _ = compiler.around(variant, packed, config, 90)
-        assert (
-            order.name == "portable/packed_order"
-            and settings["EARLY"]
-            and not launch.starts_early(order, packed, settings)
-        )
+        assert not launch.starts_early(variant, PROBLEM, config)
+        assert not launch.starts_early(variant, replace(packed, extent=Extent(RAGGED, 2, scheduled=True)), config)
+        ((order, settings),), _ = compiler.around(variant, spec, config, 90)
+        assert order.name == "portable/packed_order" and settings["EARLY"]
+        assert not launch.starts_early(order, packed, settings)
     (before,), (after,) = compiler.around(fused, PROBLEM.specialization, {**beside, "BESIDE": False}, 90)
     assert (before[0].name, after[0].name) == ("sm90/bwd_prepare", "sm90/bwd_finish")
 

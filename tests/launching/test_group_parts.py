@@ -34,7 +34,9 @@ def launched(monkeypatch):
     monkeypatch.setattr(passes, "bind", bind)
     monkeypatch.setattr(passes, "chain", chain)
     monkeypatch.setattr(passes, "arch_of", lambda index: 90)
-    monkeypatch.setattr(passes, "starts_early", lambda variant, spec, config: variant.early(spec, config))
+    monkeypatch.setattr(
+        passes, "starts_early", lambda variant, problem, config: variant.early(problem.specialization, config)
+    )
     return found
 
 

@@ -12,7 +12,7 @@ from fa2tune.cli.tune import _reasons
 from fa2tune.compiling.registry import variants
 from fa2tune.rows import pruned, reader
 from fa2tune.tuning.search.failures import BLAMELESS, FAULTS
-from fa2tune.tuning.search.space import PRUNED
+from fa2tune.tuning.search.space import OTHER_FORM, PRUNED
 from fa2tune.tuning.search.status import _WORDS
 
 LIMITS = Path(__file__).parents[2] / "fa2tune" / "compiling" / "limits.py"
@@ -24,7 +24,7 @@ def names() -> set[str]:
     """Every name under which this version counts candidates."""
     found = {rule.name for variant in variants().values() for rule in variant.space.constraints}
     found |= set(re.findall(r'Refusal\(\s*"(\w+)"', LIMITS.read_text()))
-    return found | FAULTS | BLAMELESS | {word for word, _ in _WORDS} | {PRUNED, "wrong_result"}
+    return found | FAULTS | BLAMELESS | {word for word, _ in _WORDS} | {PRUNED, OTHER_FORM, "wrong_result"}
 
 
 def test_every_name_has_a_text_and_every_text_a_name() -> None:

@@ -14,7 +14,7 @@ from fa2tune.cli._options import Command, head_dim_list, masks, shown_errors
 from fa2tune.rows import pruned, reader
 from fa2tune.rows.reader import Layer
 from fa2tune.rows.row import OBTAINED, Row
-from fa2tune.spec.key import TuningKey
+from fa2tune.spec.key import FAMILIES, TuningKey
 from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, KERNELS
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ FILTERS: dict[str, Callable[[Row], Any]] = {
     "dtype": lambda row: row.key.dtype,
     "headdim": lambda row: row.key.head_dim,
     "mask": lambda row: row.key.mask,
+    "family": lambda row: row.key.family,
     "bucket": lambda row: row.key.bucket,
     "obtained": lambda row: row.obtained,
 }
@@ -43,6 +44,7 @@ FILTERS: dict[str, Callable[[Row], Any]] = {
 def filters(command: Command) -> Command:
     for option in (
         click.option("--obtained", type=click.Choice(OBTAINED), help="How the row was obtained."),
+        click.option("--family", type=click.Choice(FAMILIES), help="What rows were tuned on."),
         click.option("--bucket", type=click.Choice(BUCKETS), help="Length bucket."),
         masks("both masks"),
         click.option(
@@ -119,7 +121,7 @@ def head_dims(key: TuningKey) -> str:
 def cells(key: TuningKey) -> list[str]:
     """A key as the first columns of a table."""
     dtype = f"{key.dtype} {key.precision}" if key.dtype == "fp32" else key.dtype
-    return [key.gpu, key.kernel, dtype, head_dims(key), key.mask, str(key.bucket)]
+    return [key.gpu, key.kernel, dtype, head_dims(key), key.kind, str(key.bucket)]
 
 
 def title(row: Row) -> str:

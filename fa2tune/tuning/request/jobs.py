@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fa2tune.compiling import fingerprint, registry
 from fa2tune.rows.row import PREDICTED
-from fa2tune.spec.key import TuningKey
+from fa2tune.spec.key import DENSE_FAMILY, TuningKey, row_mask_of
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD, Specialization
 from fa2tune.tuning.request.plan import KERNELS_OF_PASS, TuningPlan
@@ -35,12 +35,13 @@ class TuningJob:
     head_dim: int
     head_dim_v: int
     mask: str  #: one of ROW_MASKS
+    family: str = DENSE_FAMILY
 
     @property
     def name(self) -> str:
         """For a lease, and for people: "bwd 128 causal"."""
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
-        return f"{self.pass_} {dims} {self.mask}"
+        return f"{self.pass_} {dims} {self.mask}" + (f" {self.family}" if self.family != DENSE_FAMILY else "")
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -48,16 +49,18 @@ class TuningJob:
 
     def covers(self, key: TuningKey | Specialization) -> bool:
         """Whether a key's rows are this job's; of a specialization, whether its dims and mask are."""
-        same = (key.head_dim, key.head_dim_v, key.mask) == (self.head_dim, self.head_dim_v, self.mask)
+        mask = row_mask_of(key) if isinstance(key, Specialization) else key.mask
+        same = (key.head_dim, key.head_dim_v, mask) == (self.head_dim, self.head_dim_v, self.mask)
         if isinstance(key, Specialization):
             return same
+        same = same and key.family == self.family
         return same and (key.kernel in self.kernels or (self.pass_ == "bwd" and key.kernel == BACKWARD))
 
 
 def tuning_jobs(plan: TuningPlan) -> list[TuningJob]:
     """What a request comes to, the most work first: what is begun last should be over soon."""
     found = {
-        TuningJob(pass_, spec.head_dim, spec.head_dim_v, spec.mask)
+        TuningJob(pass_, spec.head_dim, spec.head_dim_v, row_mask_of(spec), plan.request.family)
         for spec in plan.specializations()
         for pass_, kernels in KERNELS_OF_PASS.items()
         if pass_ != "both" and set(kernels) & set(plan.kernels)
@@ -91,7 +94,7 @@ def campaign(plan: TuningPlan, provenance: Provenance) -> str:
     hashes = sorted({
         (each.name, mask, fingerprint.kernel_hash(each, mask), fingerprint.space_hash(each))
         for each in searched
-        for mask in ROW_MASKS
+        for mask in (ROW_MASKS if plan.request.family == DENSE_FAMILY else fingerprint.MEASURED_MASKS)
     })  # fmt: skip
     sources = hashlib.sha256(repr(hashes).encode()).hexdigest()[:16]
     studies = "" if url is None or plan.storage.shared else f" studies={Path(url.database or '').resolve()}"
@@ -102,6 +105,8 @@ def request_token(plan: TuningPlan) -> str:
     """What a job is settled for: equal tokens ask for the same, in the same cache. What was not asked for is no part of it:
     it is the same everywhere."""
     asked = {name: value for name, value in asdict(plan.request).items() if name in ASKED}
+    if plan.request.family != DENSE_FAMILY:  # what older versions settled stays settled
+        asked["family"] = plan.request.family
     cache = "" if plan.cache is None else str(plan.cache.resolve())
     return hashlib.sha256(repr((sorted(asked.items()), plan.kernels, cache)).encode()).hexdigest()[:16]
 

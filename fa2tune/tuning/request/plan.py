@@ -18,7 +18,7 @@ from fa2tune.launching import ported
 from fa2tune.rows import reader
 from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, SIBLING
 from fa2tune.sharing.storage import Storage, parsed
-from fa2tune.spec.key import TuningKey
+from fa2tune.spec.key import DENSE_FAMILY, TUNED_FAMILIES, TuningKey, row_mask_of, specialization_of
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BUCKETS, DTYPES, HEAD_DIM_STEP, KERNELS, MAX_HEAD_DIM, MIN_HEAD_DIM, Specialization
 from fa2tune.spec.variant import Variant
@@ -46,6 +46,7 @@ class TuneRequest:
     head_dim_v: int | None = None  #: None: as head_dim
     dtypes: tuple[str, ...] = ("bf16", "fp16")
     masks: tuple[str, ...] = ROW_MASKS
+    family: str = DENSE_FAMILY  #: of TUNED_FAMILIES: whole tensors, windows (causal ones), or packed sequences
     pass_: str = "both"  #: "fwd", "bwd" or "both"
     kernels: tuple[str, ...] | None = None  #: None: every kernel of the pass
     buckets: tuple[int, ...] = BUCKETS
@@ -97,10 +98,11 @@ class TuningPlan:
     def specializations(self) -> list[Specialization]:
         r = self.request
         return [
-            Specialization(dtype, dim, r.head_dim_v or dim, mask)
+            specialization_of(r.family, dtype, dim, r.head_dim_v or dim, mask)
             for dim in r.head_dims
             for dtype in r.dtypes
-            for mask in r.masks
+            for mask in TUNED_FAMILIES[r.family]
+            if mask in r.masks
         ]
 
     def keys(self, spec: Specialization, kernel: str) -> list[TuningKey]:
@@ -108,7 +110,7 @@ class TuningPlan:
         gpu = self.target.gpu
         return [
             TuningKey(gpu.name, gpu.sm_count, gpu.arch, kernel, spec.dtype, spec.precision, spec.head_dim, spec.head_dim_v,
-                      spec.mask, bucket)
+                      row_mask_of(spec), bucket, self.request.family)
             for bucket in self.request.buckets
         ]  # fmt: skip
 
@@ -227,6 +229,12 @@ def make_plan(request: TuneRequest) -> TuningPlan:
         _head_dim("headdim-v", r.head_dim_v)
     _among("dtype", r.dtypes, DTYPES)
     _among("mask", r.masks, ROW_MASKS)
+    _among("family", (r.family,), TUNED_FAMILIES)
+    allowed = TUNED_FAMILIES[r.family]
+    if not set(r.masks) & set(allowed):
+        raise ValueError(f"mask: got {', '.join(r.masks)} for {r.family} rows, allowed are {', '.join(allowed)}")
+    if r.family != DENSE_FAMILY and "fp32" in r.dtypes:
+        raise ValueError(f"dtype: got fp32 for {r.family} rows, allowed are bf16 and fp16")
     _among("pass", (r.pass_,), KERNELS_OF_PASS)
     _among("seqlen", r.buckets, BUCKETS)
     _among("sampler", (r.sampler,), SAMPLERS)
@@ -243,6 +251,10 @@ def make_plan(request: TuneRequest) -> TuningPlan:
     target = resolve_target(r.gpu)
     if r.devices is not None and target.obtained == PREDICTED:
         raise ValueError(f"devices: {target.gpu.name} is not here, so nothing can be measured for it")
+    if r.family != DENSE_FAMILY and target.obtained == PREDICTED:
+        raise ValueError(
+            f"family: got {r.family} for {target.gpu.name}, which is not here: no model predicts such calls"
+        )
     if r.record is not None:
         _writable("record", r.record)
     cache, storage = _places(r)

@@ -81,7 +81,7 @@ def opened(job: TuningJob, plan: TuningPlan, writer: StudyWriter, stamp: str, fa
             task = SearchTask(variant, spec, plan, writer, stamp, failure_record, retry)
             own = [row for row in known if row.implementation in variant.implementations]
             task.search.also(incumbents(own, task.keys))
-            task.search.seeds.extend(winners(own, task.kernel, spec, gpu.arch))
+            task.seed(winners(own, task.kernel, spec, gpu.arch))
             if plan.target.obtained == PREDICTED:
                 task.keep_to(proven(variant, spec, gpu.arch, own))
             if task.space.legal.configs:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any
 
 from fa2tune.rows.row import PREDICTED, Row
-from fa2tune.spec.key import TuningKey
+from fa2tune.spec.key import TuningKey, row_mask_of
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import implementation_of
 from fa2tune.tuning.search.candidates import Field, Point, point
@@ -34,7 +34,7 @@ def incumbents(rows: Iterable[Row], keys: Collection[TuningKey]) -> Sequence[Con
 def winners(rows: Iterable[Row], kernel: str, spec: Specialization, arch: int) -> Sequence[Config]:
     """What won elsewhere for this kernel, head dim and mask, out of cache files: on the most similar architecture first,
     measured before predicted, of the same dtype first, and of these what won at the most lengths."""
-    wanted = (kernel, spec.mask, spec.head_dim, spec.head_dim_v)
+    wanted = (kernel, row_mask_of(spec), spec.head_dim, spec.head_dim_v)
     near: dict[tuple[Any, ...], Counter[Point]] = {}
     for row in rows:
         key = row.key

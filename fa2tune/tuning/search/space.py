@@ -8,13 +8,15 @@ from collections.abc import Collection, Sequence
 from fa2tune.gpus import Gpu
 from fa2tune.predicting import prior
 from fa2tune.rows.pruned import BEFORE
-from fa2tune.spec.key import TuningKey
+from fa2tune.spec.key import DENSE_FAMILY, TuningKey
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import Variant, implementation_of, in_order
 from fa2tune.tuning.search import guided
 from fa2tune.tuning.search.candidates import Field, Legal, Point, legal, point
 from fa2tune.tuning.search.failures import Failure, KernelFailures
 
+#: The stored reason of what calls of a family leave out, such as bounds by the norms of all keys under a window.
+OTHER_FORM = "not_of_the_family"
 PRUNED = "hopeless"  #: the stored reason of what the model's estimate keeps from being compiled
 
 
@@ -28,9 +30,16 @@ class Space:
         allowed = legal(variant, spec, gpu)
         self.failed_before: dict[Point, Failure] = {point(c): f for c, f in failures.failing(allowed.configs)}
         configs = tuple(c for c in allowed.configs if point(c) not in self.failed_before)
-        self.legal = Legal(configs, allowed.refused)
+        refused, family = dict(allowed.refused), keys[0].family
+        if family != DENSE_FAMILY:  # what calls of this family leave out of a config is not searched
+            suited = tuple(c for c in configs if variant.suited(keys[0].workload(), c) == c)
+            refused |= {OTHER_FORM: len(configs) - len(suited)} if len(suited) < len(configs) else {}
+            configs = suited
+        self.legal = Legal(configs, refused)
         self.points = {point(config) for config in configs}
-        estimates = [prior.estimates(variant, spec, configs, gpu, key.workload()) for key in keys]
+        estimates = [
+            prior.estimates(variant, spec, configs, gpu, key.with_(family=DENSE_FAMILY).workload()) for key in keys
+        ]
         #: nothing is known before a measurement (prior.py): all estimates are the same
         self._flat = not variant.modelled
         self._estimates = {

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fa2tune.compiling import compiler, fingerprint, registry
 from fa2tune.rows.row import PREDICTED, Row
 from fa2tune.sharing.study_writer import StudyWriter
-from fa2tune.spec.key import TuningKey
-from fa2tune.spec.problem import Config, Specialization
+from fa2tune.spec.key import DENSE_FAMILY, TuningKey
+from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import Variant
 from fa2tune.tuning.request.plan import TuningPlan
 from fa2tune.tuning.search.binaries import Binaries
@@ -51,7 +51,7 @@ class SearchTask:
         gpu = self.plan.target.gpu
         self.keys = self.plan.keys(self.spec, self.kernel)
         self.trials = self.plan.trials_of(self.spec, self.variant)
-        self.default = dict(self.variant.space.default(self.spec, gpu.arch))
+        self.default = self._suited(self.variant.space.default(self._addressed, gpu.arch))
         self.failures = self.failure_record.of_kernel(self.variant, self.spec, gpu.arch)
         if self.retry:
             self.failures.forget()
@@ -60,7 +60,7 @@ class SearchTask:
         self.space = Space(self.variant, self.spec, gpu, self.keys, self.failures, free)
         self.binaries = Binaries(self.variant)
         self.studies = self._studies()
-        by_pointer = dict(self.variant.space.default(replace(self.spec, aligned=False), gpu.arch))
+        by_pointer = self._suited(self.variant.space.default(replace(self.spec, aligned=False), gpu.arch))
         self.search = Search(
             self.space.field, self.space.points, list(self.studies.values()), self.trials, [self.default, by_pointer],
             self._elsewhere,
@@ -74,6 +74,24 @@ class SearchTask:
         if proven is not None:
             self.search.only([dict(where) for where in proven])
             self.trials = max(1, self.search.trials)
+
+    @property
+    def _addressed(self) -> Specialization:
+        """By which tensors a default is chosen: no descriptor has packed sequences."""
+        return replace(self.spec, aligned=False) if self.variant.portable and self.spec.ragged else self.spec
+
+    def _suited(self, config: Config) -> dict[str, Any]:
+        """As a call of this family has it."""
+        return dict(config if self.plan.request.family == DENSE_FAMILY else self.variant.suited(self.workload, config))
+
+    @property
+    def workload(self) -> Problem:
+        """Of the first length: what a config has to leave out hangs on the family alone."""
+        return self.keys[0].workload()
+
+    def seed(self, configs: Sequence[Config]) -> None:
+        """Try these early."""
+        self.search.seeds.extend(map(self._suited, configs))
 
     def _studies(self) -> dict[TuningKey, KeyStudy]:
         """A study per length, with a sampler of its own."""
@@ -105,7 +123,7 @@ class SearchTask:
         dims = f"{self.spec.head_dim}" + (
             f"/{self.spec.head_dim_v}" if self.spec.head_dim_v != self.spec.head_dim else ""
         )
-        return f"{self.spec.dtype} {dims} {self.spec.mask}"
+        return f"{self.spec.dtype} {dims} {self.keys[0].kind}"
 
     @property
     def title(self) -> str:
@@ -160,4 +178,4 @@ class SearchTask:
 
     def forward_default(self) -> Config:
         """The default forward config of this specialization: what a backward is checked behind."""
-        return registry.portable_of("fwd").space.default(self.spec, self.plan.target.gpu.arch)
+        return registry.portable_config("fwd", self.spec, self.plan.target.gpu.arch)

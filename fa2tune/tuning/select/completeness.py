@@ -48,7 +48,7 @@ def described_keys(keys: Sequence[TuningKey]) -> Iterator[str]:
     groups: dict[str, list[str]] = {}
     for key in keys:
         dims = f"{key.head_dim}" + (f"/{key.head_dim_v}" if key.head_dim_v != key.head_dim else "")
-        title = f"{key.kernel} {key.dtype} {dims} {key.mask}"
+        title = f"{key.kernel} {key.dtype} {dims} {key.kind}"
         groups.setdefault(title, []).append(str(key.bucket))
     for title, lengths in groups.items():
         yield f"{title} {', '.join(lengths)}"

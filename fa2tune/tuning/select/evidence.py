@@ -28,12 +28,12 @@ def _base(
     workload = key.workload()
     if key.kernel == BACKWARD:
         hashes: dict[str, Any] = {
-            "kernel_hash": fingerprint.backward_hash(strategy, implementation, key.mask, self_named(config.values()))
+            "kernel_hash": fingerprint.backward_hash(strategy, implementation, key.hooks, self_named(config.values()))
         }
     else:
         kernel = variant_of(key.kernel, config)
         hashes = {
-            "kernel_hash": fingerprint.kernel_hash(kernel, key.mask),
+            "kernel_hash": fingerprint.kernel_hash(kernel, key.hooks),
             "space_hash": fingerprint.space_hash(kernel),
         }
     return Row(

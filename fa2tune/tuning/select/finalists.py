@@ -21,7 +21,7 @@ def rival(space: SearchSpace, spec: Specialization, arch: int, implementation: s
     """The default that a config of this implementation has to beat: what would serve in its place. ``space``: the
     portable variant's. For pointer loads that is the default for tensors that no descriptor can address, as the others have a
     row for descriptors."""
-    default = space.default(spec, arch)
+    default = space.default(replace(spec, aligned=False) if spec.ragged else spec, arch)
     if implementation != POINTER or default["LOADS"] == POINTER:
         return default
     return space.default(replace(spec, aligned=False), arch)
