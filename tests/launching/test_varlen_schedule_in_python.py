@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -126,6 +127,21 @@ def test_launches_that_may_run_at_a_time_have_counters_of_their_own(gpu: PublicG
     captured = [taken(stream, capturing=True) for stream in (0, 0, 5)]
     assert len({first, taken(5), *captured}) == 5, "a replay may run beside anything"
     assert taken(counters.PER_THREAD) is None, "a name for many streams"
+
+
+def test_they_lie_in_no_memory_of_the_callers_thread() -> None:
+    """Which may be a graph's: torch.compile's mode "reduce-overhead" counts what is left in it, and gives it out again."""
+
+    class Order:
+        is_cuda = False
+
+        def new_zeros(self, *shape: int) -> torch.Tensor:
+            asked.append(threading.get_ident())
+            return torch.zeros(*shape, dtype=torch.int32)
+
+    asked, spare = list[int](), list[torch.Tensor]()
+    counters._make(Order(), spare)  # type: ignore[arg-type]
+    assert len(spare) == counters.MADE_AT_ONCE and len(asked) == 1 and asked[0] != threading.get_ident()
 
 
 def test_a_capture_that_takes_them_all_orders_tiles_itself(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch) -> None:
