@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+import kernels_in_python
 import pytest
 import torch
 from public_gpu import PublicGpu, public_gpu
@@ -54,14 +55,17 @@ def of_counters() -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("heads", "dim", "deterministic", "orders"),
+    ("heads", "dim", "deterministic", "orders", "kept_orders"),
     [
-        ((2, 2), 64, False, 1),
-        ((4, 2), 128, True, 2),  # dQ's is another table
-        ((2, 2), 256, False, 3),  # dQ's and dK/dV's kernels at a time
+        ((2, 2), 64, False, 1, 0),
+        ((4, 2), 128, True, 2, 0),  # dQ's is another table
+        # dQ's and dK/dV's kernels at a time: delta is made by dQ's over no keys, which an order says
+        ((2, 2), 256, False, 3, 1),
     ],
 )
-def test_calls_share_it(gpu: PublicGpu, heads: tuple[int, int], dim: int, deterministic: bool, orders: int) -> None:
+def test_calls_share_it(
+    gpu: PublicGpu, heads: tuple[int, int], dim: int, deterministic: bool, orders: int, kept_orders: int
+) -> None:
     schedule = fa2tune.varlen_schedule(OFFSETS, total_q=sum(LENGTHS))
     assert gpu.ran == [ORDERS]
     expected, ran = results(gpu, heads, dim, deterministic=deterministic)
@@ -70,10 +74,25 @@ def test_calls_share_it(gpu: PublicGpu, heads: tuple[int, int], dim: int, determ
     kept = schedule.order.clone()
     for _ in range(2):
         found, ran = results(gpu, heads, dim, schedule, deterministic=deterministic)
-        assert ran == without
+        assert ran.count(ORDER) == kept_orders and [name for name in ran if name != ORDER] == without
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
         assert of_counters() == [0], "the next launch takes tiles from the first one on"
     assert torch.equal(schedule.order, kept), "no call writes to it"
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_kernels_load_what_they_load_without(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    """Also what makes delta, where dQ's kernel and dK/dV's run at a time: it has no keys."""
+    loads, load = list[object](), kernels_in_python._NAMES["tma_load"]
+    counted = {**kernels_in_python._NAMES, "tma_load": lambda *given: loads.append(given[1]) or load(*given)}
+    monkeypatch.setattr(kernels_in_python, "_NAMES", counted)
+    monkeypatch.setattr(kernels_in_python, "_MODULES", {})
+    found = []
+    for schedule in (None, fa2tune.varlen_schedule(OFFSETS, total_q=sum(LENGTHS))):
+        loads.clear()
+        results(gpu, (2, 2), dim, schedule, deterministic=dim != 256)
+        found.append(len(loads))
+    assert found[0] == found[1] > 0
 
 
 def test_tiles_of_several_heads(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch) -> None:
