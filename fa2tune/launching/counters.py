@@ -8,6 +8,7 @@ time: each launch that is captured has one for itself, for good, 32 bytes.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -55,11 +56,20 @@ def _taken(spare: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _make(order: torch.Tensor, spare: list[torch.Tensor]) -> None:
-    """More counters. They are 0 when this returns, whichever stream has one first: once in many thousand captured launches."""
+    """More counters. They are 0 when this returns, whichever stream has one first: once in many thousand captured launches. In
+    a thread of its own: memory that this one asks for may be a graph's, which takes it back (torch.compile's mode
+    "reduce-overhead" warms up so)."""
+    stream = torch.cuda.current_stream(order.device) if order.is_cuda else None
+
+    def zeros() -> torch.Tensor:
+        if stream is None:
+            return order.new_zeros(MADE_AT_ONCE, WORDS)
+        with torch.cuda.stream(stream), relaxed_mode():  # another thread may be capturing a graph
+            made = order.new_zeros(MADE_AT_ONCE, WORDS)
+            stream.synchronize()
+        return made
+
     with _making:
         if len(spare) < LEAST:
-            made = order.new_zeros(MADE_AT_ONCE, WORDS)
-            if made.is_cuda:
-                with relaxed_mode():  # another thread may be capturing a graph
-                    torch.cuda.current_stream(made.device).synchronize()
-            spare.extend(made.unbind())
+            with ThreadPoolExecutor(1) as other:
+                spare.extend(other.submit(zeros).result().unbind())

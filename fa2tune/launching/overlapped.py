@@ -4,7 +4,8 @@ One after the other, a kernel of few programs leaves multiprocessors idle, and o
 fills what the other leaves. dK/dV's kernel reads delta, which dQ's makes, so that is made before, by dQ's kernel over no keys:
 the same machine code, so the same bits, and results are those of one kernel after the other. Its dQ, zeros, falls on a tensor
 of one row: TMA drops what lies outside. dQ's kernel proper writes delta again, to memory of its own. Of packed sequences each
-of the two has the order of its tiles made before, in memory of its own, unless it comes with the call: they may run at a time.
+of the two has the order of its tiles made before, in memory of its own: they may run at a time. Delta's, of no keys, is made
+also where the other comes with the call.
 
 A side stream belongs to one stream of a device. The side waits for an event of the stream before its first launch, and the
 stream for one of the side after its last: memory that torch gives out again on the stream is free of both kernels, so no tensor
@@ -65,10 +66,9 @@ def delta_alone(dq: Bound) -> Bound:
     return replace(dq, strides=strides, renamed={"dq": NO_DQ}, scalars={"seqlen_k": 0})
 
 
-def dq_alone(dq: Bound, orders: bool) -> Bound:
-    """dQ's kernel, and what runs before it, which leave the other's delta and order alone. ``orders``: the order is made, and
-    does not come with the call."""
-    again = {ORDER: ORDER_AGAIN} if orders else {}
+def dq_alone(dq: Bound) -> Bound:
+    """dQ's kernel, and what runs before it, which leave the other's delta and order alone."""
+    again = {ORDER: ORDER_AGAIN} if dq.problem.extent.ragged else {}
     return replace(dq, renamed={"delta": DELTA_AGAIN, **again})
 
 

@@ -217,10 +217,18 @@ class Kernels:
             keys = dq_parts.checked(problem, tuned, parts.get(kernel, 1)) if kernel == overlapped.DQ else 1
             count = group_parts.checked(problem, kernel, 1 if keys > 1 else parts.get(kernel, 1))
             posed = group_parts.split(problem, count)
-            kernels, queue = ordered_before(problem, runs(kernel, problem.specialization, choice, arch), given)
+            all_kernels = runs(kernel, problem.specialization, choice, arch)
+            kernels, queue = ordered_before(problem, all_kernels, given)
+            at_a_time = bool(order) and kernel == overlapped.DQ
+            if at_a_time:
+                queue = {overlapped.ORDER_AGAIN: queue[ORDER]} if queue else {}
             of_kernel = tuned.workspaces(posed, config)
-            asked = {**(without_order(of_kernel) if queue else of_kernel), **group_parts.workspaces(problem, count)}
-            if order and kernel == overlapped.DQ:
+            made_before = queue and not at_a_time
+            asked = {
+                **(without_order(of_kernel) if made_before else of_kernel),
+                **group_parts.workspaces(problem, count),
+            }
+            if at_a_time:
                 asked |= overlapped.workspaces(problem, asked)
             asked |= dq_parts.workspaces(problem, keys)
             own, size = placed(asked, some.dtype, size)
@@ -232,12 +240,13 @@ class Kernels:
                 **queue,
             }
             scalars = {**tuned.scalars(posed, config, early), "heads_kv": problem.heads_kv, "parts": count}
-            bounds = whole = [(kernel, one) for one in group_parts.launches(problem, count, kernels, strides, arch)]
+            bounds = [(kernel, one) for one in group_parts.launches(problem, count, kernels, strides, arch)]
             if keys > 1:
                 bounds = [(kernel, one) for one in dq_parts.launches(problem, keys, strides, arch)]
-            if order and kernel == overlapped.DQ:
-                bounds = [(of, overlapped.dq_alone(one, ORDER in own)) for of, one in bounds]
-                bounds = [*((overlapped.DELTA, overlapped.delta_alone(one)) for _, one in whole), *bounds]
+            if at_a_time:
+                bounds = [(of, overlapped.dq_alone(one)) for of, one in bounds]
+                whole = group_parts.launches(problem, count, all_kernels, strides, arch)
+                bounds = [*((overlapped.DELTA, overlapped.delta_alone(one)) for one in whole), *bounds]
             for name_of, one in bounds:
                 memory = form(one.variant, one.problem.specialization, one.config).passed
                 wanted = {name: one.renamed.get(tensor, tensor) for name, tensor in memory.items()}

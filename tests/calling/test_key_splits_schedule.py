@@ -13,7 +13,7 @@ import pytest
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, serving
-from fa2tune.calling.schedules import key_splits_schedule
+from fa2tune.calling.schedules import few_tiles, key_splits_schedule
 from fa2tune.compiling import limits
 from fa2tune.launching import key_splits
 from fa2tune.search_spaces.portable import fwd_split
@@ -21,6 +21,7 @@ from fa2tune.spec.extent import Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.score import score_of
+from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECORDED = ROOT / "benchmarks/calls/few_queries.json"
@@ -320,9 +321,7 @@ def raced_in_one_turn():
     """Causal calls of up to a full tile a multiprocessor, and how long the splits that were raced took."""
     for path in sorted((ROOT / "benchmarks/calls").glob("dense_forwards*.json.gz")):
         for call in json.loads(gzip.decompress(path.read_bytes()))["calls"].values():
-            sizes = re.fullmatch(
-                r"(\d+) x (\d+)/(\d+) heads, (\d+) queries, (\d+) keys, head dim (\d+)(?:/(\d+))?, causal", call["call"]
-            )
+            sizes = CAUSAL_CALL.fullmatch(call["call"])
             if sizes and (split := next((us for name, us in call["us"].items() if name.startswith("hopper")), None)):
                 *shape, dim, dim_v = (int(one) for one in sizes.groups(sizes[6]))
                 problem = Problem("bf16", *shape, dim, dim_v, CAUSAL)
@@ -338,6 +337,25 @@ def test_causal_calls_of_one_turn_are_split_where_that_was_faster():
     taken = [split / whole for problem, (split, whole) in raced.items() if split_of(problem) is not None]
     left = [split / whole for problem, (split, whole) in raced.items() if split_of(problem) is None]
     assert len(taken) == 3 and max(taken) < 1 and len(left) == 9 and sorted(left)[1] > 1
+
+
+@pytest.mark.parametrize("sizes", sorted(few_tiles.PACES), ids=str)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"seqlen_q": 90, "seqlen_k": 90, "head_dim": 256, "head_dim_v": 256, "tma": False},  # expanded keys
+        {"seqlen_q": 500, "seqlen_k": 500, "mask": CAUSAL},
+    ],
+    ids=("short", "causal"),
+)
+def test_portable_tiles_of_the_same_sizes_as_warp_specialised_ones(asked, sizes):
+    """They serve where those cannot be had, and do not take their times."""
+    problem = replace(DECODING, heads_q=4, heads_kv=4, **asked)
+    choice = choosing.Chooser(problem, H200).choose("fwd", False)
+    config = {**choice.config, **dict(zip(("BLOCK_M", "BLOCK_N", "maxnreg"), sizes, strict=True))}
+    assert implementation_of(config) != WARP_SPECIALIZED
+    assert few_tiles.expected_us(problem, config, H200.sm_count) is None
+    key_splits_schedule.config_of(problem, config, H200, choice.row)
 
 
 def test_short_prompts_keep_the_tuned_kernel():

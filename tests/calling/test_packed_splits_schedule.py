@@ -91,6 +91,7 @@ def test_parts_of_what_tiles_visit() -> None:
         {"extent": Extent(RAGGED, 9)},  # how long the longest is is not known
         {"extent": Extent(RAGGED, 9, 512)},
         {"extent": Extent(RAGGED, 9, 1024)},  # and so short that there is nothing to gain
+        {"extent": Extent(RAGGED, 9, 8192)},  # more than there are of all sequences: a limit, which says nothing
         {"heads_q": 16, "heads_kv": 16},  # enough tiles
         {"tma": False},
         {"dtype": "fp32"},

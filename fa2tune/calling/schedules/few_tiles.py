@@ -18,6 +18,7 @@ from fa2tune.search_spaces.lib.hopper import SECTOR
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, of_tiles, suited, third_stage
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 #: (BLOCK_M, BLOCK_N, maxnreg)
 TileForm = tuple[int, int, int]
@@ -104,9 +105,9 @@ def columns(problem: Problem, config: Config) -> int:
 
 def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | None:
     """Microseconds of a launch, of a key block, and of a tile's start and end, with a config of the Hopper forward; None: of
-    its form nothing was measured."""
+    its form nothing was measured, or the config is of another kernel, whose tiles may have the same sizes."""
     pace = PACES.get((config["BLOCK_M"], config["BLOCK_N"], config["maxnreg"]))
-    if pace is None:
+    if pace is None or implementation_of(config) != WARP_SPECIALIZED:
         return None
     wide = columns(problem, config)
     block, start = _at(pace.block, wide), _at(pace.start, wide, 256)

@@ -45,9 +45,11 @@ def longest(problem: Problem) -> tuple[int, int] | None:
     if problem.extent.given == 1:
         bucket = max(problem.seqlen_q, problem.seqlen_k)
         return bucket, bucket
-    if bucket <= BUCKETS[0]:  # 0 is not known, and that one has all shorter ones
+    least = bucket // 2 + 1
+    # 0 is not known, the first one has all shorter ones, and more rows than there are is only what a caller allows for
+    if bucket <= BUCKETS[0] or least > max(problem.seqlen_q, problem.seqlen_k):
         return None
-    return round(bucket / math.sqrt(2)), bucket // 2 + 1
+    return round(bucket / math.sqrt(2)), least
 
 
 def candidates(problem: Problem, arch: int) -> Iterator[Config]:
