@@ -185,7 +185,8 @@ def test_runs_agree_to_the_bit(case: Case) -> None:
 def test_padded_columns_give_the_same_gradients() -> None:
     """dK and dV are sums of the same products in the same order; zeros add nothing."""
     for kernel, dims in (("bwd_fused", (96, 96)), ("bwd_dkdv", (192, 192)), ("bwd_dkdv", (192, 128))):
-        case = Case(kernel, dims, CAUSAL, "bf16")
+        order = (("ORDER", "ahead"),) if kernel == "bwd_fused" else ()  # padded tiles leave no room for "together"
+        case = Case(kernel, dims, CAUSAL, "bf16", order)
         asked = case.posed(700, 900)
         tensors = tensors_of(asked)
         config = case.config(asked)

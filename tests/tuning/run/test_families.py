@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from cache_rows import row
 from click.testing import CliRunner
-from test_tuner import A100, H200, HERE, Bench
+from tuner_runs import A100, H200, HERE
 
 from fa2tune.calling import choosing
 from fa2tune.calling.serving import explain_problem
@@ -28,11 +28,7 @@ from fa2tune.tuning.request import jobs
 from fa2tune.tuning.request.plan import Target, TuneRequest, make_plan
 
 PACKED = Extent(RAGGED, 7, 4096)
-
-
-@pytest.fixture
-def bench(tmp_path, monkeypatch, portable_kernels, quick_starts):
-    return Bench(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("portable_kernels", "quick_starts")
 
 
 def key(family, **changes):
