@@ -10,7 +10,8 @@ they run in this process.
 The files of ``COMPILING`` do little but compile, half of all that the suite has to compute, and those of ``COMPUTING`` compute
 by themselves: both have a child as well, so that all cores have work. A file that the command line names runs in this process;
 with ``--pdb`` all of them do. With ``FA2TUNE_TESTS_EVERY=6`` a sixth of the cases run of which machine code is read, and of
-each test of ``VALUES`` a third, one at least.
+each test of ``VALUES`` a third, one at least. ``FA2TUNE_GPU_SHARE=2/3`` is the second of three shares of tests/gpu, with one
+case of each test at least.
 
 Tests under tests/gpu are skipped where there is no CUDA device.
 """
@@ -46,6 +47,7 @@ TESTS = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PIPE = "FA2TUNE_TESTS_PIPE"  #: in a child: file descriptor of its end of the pipe
 EVERY = int(os.environ.get("FA2TUNE_TESTS_EVERY", "1"))
+GPU_SHARE, GPU_SHARES = (int(one) for one in os.environ.get("FA2TUNE_GPU_SHARE", "1/1").split("/"))
 CHILD = PIPE in os.environ  # Reporter takes it out, so that what the tests start is no child
 MOST_SECONDS = 600.0  #: of one test's set-up, call or end
 #: In the order in which they run: the last has work for all cores, also for those that the other processes no longer need.
@@ -353,16 +355,20 @@ def number_of(item: pytest.Item) -> int:
 
 def shared_out(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     """Those that run with ``FA2TUNE_TESTS_EVERY``: of machine code that share of the cases, of values twice as many, and one
-    case of each test where none falls into it."""
+    case of each test where none falls into it; of tests/gpu those of ``FA2TUNE_GPU_SHARE``."""
     every = dict.fromkeys(READING, EVERY) | dict.fromkeys(VALUES, max(EVERY // 2, 1))
+
+    def in_the_share(item: pytest.Item) -> bool:
+        if TESTS / "gpu" in item.path.parents:
+            return number_of(item) % GPU_SHARES == GPU_SHARE - 1
+        return number_of(item) % every.get(item.path, 1) == 0
+
     least: dict[str, int] = {}
     for item in items:
         test, number = item.nodeid.partition("[")[0], number_of(item)
-        in_the_share = number % every.get(item.path, 1) == 0
-        least[test] = min(least.get(test, number), -1 if in_the_share else number)
+        least[test] = min(least.get(test, number), -1 if in_the_share(item) else number)
     for item in items:
-        number = number_of(item)
-        if number % every.get(item.path, 1) == 0 or number == least[item.nodeid.partition("[")[0]]:
+        if in_the_share(item) or number_of(item) == least[item.nodeid.partition("[")[0]]:
             yield item
 
 
