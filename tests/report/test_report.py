@@ -387,6 +387,7 @@ def test_a_full_disk_leaves_the_page_that_was_there(run: Path, tmp_path: Path) -
         import resource, signal, sys
         from fa2tune.cli import main
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sys.dont_write_bytecode = True  # of modules that are first imported here half would be written, and stay
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
         main(["report", "--cache", sys.argv[1], "--out", sys.argv[2]])
     """
