@@ -496,9 +496,10 @@ def test_its_instructions_are_those_meant(case: Case, built: Callable[[Case], Bu
         assert narrow
     assert len(narrow) == counters, "only tiles are counted, taken or done; nothing is summed a word at a time"
     early = case.variant.serves if case.config.get("EARLY_START") else None  # dq comes first, dkdv waits for it
+    ordered = case.variant.serves == "fwd" and case.spec.ragged  # it waits for the kernel that orders its tiles
     waits = {name: name in text for name in ("ACQBULK", "LDG.E.STRONG.GPU", "PREEXIT")}
     assert waits == {
-        "ACQBULK": beside or early in ("bwd_fused", "bwd_dkdv"),
+        "ACQBULK": ordered or beside or early in ("bwd_fused", "bwd_dkdv"),
         "LDG.E.STRONG.GPU": beside,
         "PREEXIT": finish or early in ("bwd_fused", "bwd_dq"),
     }, "for flags, and for the kernel that sets them; the one that waits for its counts, or for its end, may start"

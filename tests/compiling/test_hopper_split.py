@@ -91,7 +91,7 @@ def test_its_loops_are_those_of_keys_that_are_not_split(case: Case, built: Calla
     )
     assert len(mine) == len(others) and max(mine) <= 1.02 * max(others) and min(mine) <= 1.02 * min(others)
     if TESTED:
-        more = 4 if case.spec.ragged else 0  # outside of loops: the numbers that came from the queue
+        more = 6 if case.spec.ragged else 0  # outside of loops: the numbers that came from the queue
         assert built(case.asked).binary.spills <= built(case.whole).binary.spills + more
 
 
