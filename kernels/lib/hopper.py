@@ -51,7 +51,8 @@ _ONE_BEFORE_HAS_ENDED = gl.constexpr("griddepcontrol.wait; fence.proxy.async; mo
 
 @gluon.jit
 def await_kernel_before():
-    """Of a kernel that starts before the one before it has ended: until that has, and what it wrote can be loaded."""
+    """Of a kernel that starts before the one before it has ended: until that has, and this thread and what it asks of TMA
+    may read what it wrote, and add to it."""
     gl.inline_asm_elementwise(_ONE_BEFORE_HAS_ENDED, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 

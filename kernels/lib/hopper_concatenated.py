@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import (
+    await_kernel_before,
     fence_async_shared,
     mbarrier,
     thread_barrier,
@@ -19,13 +20,11 @@ from fa2tune.kernels.lib.hopper_fused import (
     EMPTY,
     GROUPS_AND_WARP,
     PIECE_GONE,
-    PREPARED,
     V_EMPTY,
     add_terms,
     as_block_of,
     come,
     come_if,
-    do_once,
     meet,
     probabilities,
 )
@@ -110,7 +109,7 @@ def consume_concatenated(words, dk, dv, smem, barriers, channel, tiles_done, cal
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     if form.EARLY_START:
-        do_once(PREPARED)
+        await_kernel_before()
     while lap < laps:
         tile = next_tile(lap, taken, channel, call, 8, form)
         if form.RAGGED:

@@ -3,7 +3,14 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, thread_barrier, tma_reduce_add, tma_store_wait
+from fa2tune.kernels.lib.hopper import (
+    await_kernel_before,
+    fence_async_shared,
+    mbarrier,
+    thread_barrier,
+    tma_reduce_add,
+    tma_store_wait,
+)
 from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
 from fa2tune.kernels.lib.hopper_fused import (
     BLOCK_N,
@@ -13,7 +20,6 @@ from fa2tune.kernels.lib.hopper_fused import (
     GROUPS_AND_WARP,
     PIECE_GONE,
     PIECE_READY,
-    PREPARED,
     come,
     do_once,
     meet,
@@ -222,7 +228,7 @@ def add(sums, counts, smem, channel, tiles_done, call, form):
     if form.COUNTS or form.EARLY_START:
         do_once(_START_FINISH)
     if form.EARLY_START and form.ADDS:
-        do_once(PREPARED)
+        await_kernel_before()
     if form.ADDS or form.COUNTS:
         taken = first_number(call, form)
         lap = 0

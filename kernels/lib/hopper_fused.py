@@ -9,6 +9,7 @@ from triton.experimental.gluon.language._core import shared_memory_descriptor
 
 from fa2tune.kernels.lib.hopper import (
     PACKED_ROWS,
+    await_kernel_before,
     mbarrier,
     tma_load,
     warpgroup_mma,
@@ -200,8 +201,6 @@ def as_block_of(stage, descriptor):
 _SEEN = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
 _SEEN_BY_TMA = gl.constexpr("fence.proxy.async; mov.b32 $0, 0;")
 _ALL_PREPARED = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
-#: What the kernel before has written, this thread and what it asks of TMA may read and add to.
-PREPARED = gl.constexpr("griddepcontrol.wait; fence.proxy.async; mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -334,7 +333,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
             load_parts(do, b, h, row, barriers.do_ready.index(stage), smem.do, stage)
             if form.EARLY_START:
                 if turn == 0:
-                    do_once(PREPARED)
+                    await_kernel_before()
                     tma_load(terms, [of_lse, h, row + own_row, 0], barriers.q_ready.index(stage), smem.lse.index(stage))
             tma_load(
                 terms, [entries + of_lse, h, row + own_row, 0], barriers.do_ready.index(stage), smem.delta.index(stage)
@@ -342,7 +341,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
         base += total
         filled += gl.where(total > 0, 1, 0)
         if form.EARLY_START:  # of a first tile that no query sees; the kernel before sets the counter to 0
-            do_once(PREPARED)
+            await_kernel_before()
         if form.DYNAMIC and not form.RAGGED:
             taken, laps = take(lap, counter, channel, call, form)
         lap += 1

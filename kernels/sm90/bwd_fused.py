@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import (
     PACKED_ROWS,
+    await_kernel_before,
     fence_async_shared,
     mbarrier,
     opaque,
@@ -28,7 +29,6 @@ from fa2tune.kernels.lib.hopper_fused import (
     GROUPS_AND_WARP,
     KEYS,
     PIECE_GONE,
-    PREPARED,
     TERM_COLUMNS,
     Call,
     Form,
@@ -36,7 +36,6 @@ from fa2tune.kernels.lib.hopper_fused import (
     add_terms,
     as_block_of,
     come,
-    do_once,
     issue_dq,
     make_barriers,
     meet,
@@ -196,7 +195,7 @@ def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CON
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     if form.EARLY_START:
-        do_once(PREPARED)
+        await_kernel_before()
     while lap < laps:
         tile = next_tile(lap, taken, channel, call, 4, form)
         if form.RAGGED:

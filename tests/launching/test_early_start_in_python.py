@@ -83,13 +83,15 @@ def test_which_launches_start_early(gpu: PythonGpu, monkeypatch: pytest.MonkeyPa
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "what"), [("do_once", "reads workspace"), ("_do_once", "reads workspace")])
+@pytest.mark.parametrize(
+    ("name", "what"), [("await_kernel_before", "reads workspace"), ("_do_once", "reads workspace")]
+)
 @pytest.mark.parametrize("form", ["joined", "from registers", "apart, by TMA"])
 def test_a_kernel_that_does_not_wait_is_found(
     gpu: PythonGpu, monkeypatch: pytest.MonkeyPatch, name: str, what: str, form: str
 ) -> None:
     """The main kernel's threads, or those that finish."""
-    monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, name: lambda PTX: None})
+    monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, name: lambda *_: None})
     monkeypatch.setattr(kernels_in_python, "_MODULES", {})
     monkeypatch.setattr(kernels_in_python, "PATIENCE", 2)
     with pytest.raises(Fault, match=what):
@@ -142,11 +144,11 @@ def test_what_is_in_flight() -> None:
             own.touch(False, touch)
 
 
-@pytest.mark.parametrize("name", ["do_once", "_do_once"])
+@pytest.mark.parametrize("name", ["await_kernel_before", "_do_once"])
 def test_a_packed_kernel_that_does_not_wait_is_found(
     gpu: PythonGpu, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, name: lambda PTX: None})
+    monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, name: lambda *_: None})
     monkeypatch.setattr(kernels_in_python, "_MODULES", {})
     monkeypatch.setattr(kernels_in_python, "PATIENCE", 2)
     with pytest.raises(Fault, match="reads workspace"):
