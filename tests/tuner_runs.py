@@ -38,7 +38,7 @@ class Bench:
         self.lines = []
         monkeypatch.syspath_prepend(str(Path(__file__).parent))
         monkeypatch.setenv("FA2TUNE_FAKE_LOG", str(self.log))
-        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "nobody"))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "unused"))
         monkeypatch.setattr(reader, "shipped_paths", list)
 
     def tune(self, target, **request):

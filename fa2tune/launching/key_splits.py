@@ -33,7 +33,6 @@ from fa2tune.launching.passes import (
     placed,
     without_batch,
     without_memory,
-    without_order,
 )
 from fa2tune.search_spaces.portable import fwd_combine, fwd_split
 from fa2tune.search_spaces.sm90 import fwd_grouped
@@ -129,7 +128,7 @@ def bound(
     places: dict[str, TensorPlace] = {**given, **queue}
     block: list[torch.Tensor] = []
     asked = splitting(config).workspaces(problem, config)
-    workspaces, size = placed(without_order(asked) if queue else asked, tensors["q"].dtype, 0)
+    workspaces, size = placed(asked, tensors["q"].dtype, 0, queue)
     places |= workspaces
     if parts_of(config) > 1:
         places["o_parts"], places["stats"] = made = sums(problem, parts_of(config), size)

@@ -6,7 +6,7 @@ views of any strides with a contiguous last dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -147,10 +147,13 @@ class Fresh:
         return [ALLOCATE(*layout) for layout in self.layouts]
 
 
-def placed(asked: Workspaces, dtype: torch.dtype, start: int) -> tuple[dict[str, Workspace], int]:
+def placed(
+    asked: Workspaces, dtype: torch.dtype, start: int, brought: Collection[str] = ()
+) -> tuple[dict[str, Workspace], int]:
     """Workspaces in a block of memory from ``start`` on, a multiple of ALIGNMENT, and where the next one may begin; ``dtype``:
-    the problem's."""
+    the problem's; ``brought``: those that a call has, which take no memory."""
     found: dict[str, Workspace] = {}
+    asked = {name: what for name, what in asked.items() if name not in brought}
     for name, what in asked.items():
         if not isinstance(what, str):
             found[name] = made = Workspace(what[0], _DTYPES.get(what[1], dtype), start)
@@ -177,11 +180,6 @@ def ordered_before(
                 places: dict[str, TensorPlace] = {name: given[name] for name in QUEUE if name in given}
                 return found, places | {ORDER: Within(given[ORDER], at)}
     return found, {}
-
-
-def without_order(asked: Workspaces) -> Workspaces:
-    """Workspaces of a kernel whose call brings the order of tiles."""
-    return {name: what for name, what in asked.items() if name not in QUEUE}
 
 
 class Kernels:
@@ -222,16 +220,11 @@ class Kernels:
             at_a_time = bool(order) and kernel == overlapped.DQ
             if at_a_time:
                 queue = {overlapped.ORDER_AGAIN: queue[ORDER]} if queue else {}
-            of_kernel = tuned.workspaces(posed, config)
-            made_before = queue and not at_a_time
-            asked = {
-                **(without_order(of_kernel) if made_before else of_kernel),
-                **group_parts.workspaces(problem, count),
-            }
+            asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(problem, count)}
             if at_a_time:
                 asked |= overlapped.workspaces(problem, asked)
             asked |= dq_parts.workspaces(problem, keys)
-            own, size = placed(asked, some.dtype, size)
+            own, size = placed(asked, some.dtype, size, queue)
             early = device_index >= 0 and starts_early(tuned, posed, config)
             workspaces = common | own
             places: dict[str, TensorPlace] = {
@@ -251,7 +244,8 @@ class Kernels:
                 memory = form(one.variant, one.problem.specialization, one.config).passed
                 wanted = {name: one.renamed.get(tensor, tensor) for name, tensor in memory.items()}
                 names = tuple(name for name, tensor in wanted.items() if tensor in places)
-                shaped = {name: workspaces[new] for name, new in one.renamed.items() if name not in one.strides}
+                renamed = {name: new for name, new in one.renamed.items() if name not in one.strides}
+                shaped = {name: workspaces[new] for name, new in renamed.items() if new in workspaces}
                 bound = bind(
                     one.variant, one.problem, one.config, one.strides, softmax_scale, names, device_index,
                     {**workspaces, **shaped}, {**scalars, **one.scalars}, choice.measured,

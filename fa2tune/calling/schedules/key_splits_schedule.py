@@ -264,19 +264,21 @@ def _few(problem: Problem, gpu: Gpu) -> bool:
     return problem.seqlen_q * problem.group <= FEW_ROWS or tiles <= IDLE_SHARE * gpu.sm_count
 
 
-def _few_and_alike(problem: Problem, gpu: Gpu) -> bool:
+def _alike(problem: Problem) -> bool:
+    """Whether tiles visit about as many keys each."""
+    return problem.mask == FULL or problem.mask.window is not None or problem.seqlen_k >= HOPPER_KEYS * problem.seqlen_q
+
+
+def _hopper_asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether the warp-specialised kernel is asked: HOPPER_TURNS."""
     tiles = problem.query_tiles(FULL_TILE) * problem.heads_q
-    alike = (
-        problem.mask == FULL or problem.mask.window is not None or problem.seqlen_k >= HOPPER_KEYS * problem.seqlen_q
-    )
-    turns = HOPPER_TURNS if alike else 1.0 if problem.mask == CAUSAL else 0.0
+    turns = HOPPER_TURNS if _alike(problem) else 1.0 if problem.mask == CAUSAL else 0.0
     return problem.seqlen_q >= HOPPER_QUERIES and tiles <= turns * gpu.sm_count
 
 
 def _by_longest_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds of a tuned causal forward in one turn; 0: not known."""
-    if problem.mask != CAUSAL or problem.seqlen_k >= HOPPER_KEYS * problem.seqlen_q:
+    if problem.mask != CAUSAL or _alike(problem):
         return 0.0
     return few_tiles.expected_us(problem, config, gpu.sm_count) or 0.0
 
@@ -286,15 +288,15 @@ def config_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = None
     that are not aligned nothing was measured."""
     if gpu.arch not in MEASURED_ON or not problem.aligned or problem.is_empty or problem.extent.ragged:
         return None
-    few, few_and_alike = _few(problem, gpu), _few_and_alike(problem, gpu)
-    if not few and not few_and_alike:
+    few, hopper_asked = _few(problem, gpu), _hopper_asked(problem, gpu)
+    if not few and not hopper_asked:
         return None
     otherwise, split = ordinary_us(problem, config, gpu, row), None
     if few:
         time, found = best(problem, gpu)
         if time < (1 - (SHORT_MARGIN if _short(problem) else MARGIN)) * otherwise:
             otherwise, split = time, found
-    if few_and_alike and (other := hopper_best(problem, gpu)):
+    if hopper_asked and (other := hopper_best(problem, gpu)):
         by_longest = 0.0 if split else _by_longest_us(problem, config, gpu)
         if other[0] < max((1 - HOPPER_MARGIN) * otherwise, (1 - MARGIN) * by_longest):
             split = other[1]
