@@ -4,7 +4,6 @@
     python benchmarks/launch_choices.py --backward --seed 1 --shapes 36 --seconds 200 --out launch_choices_bwd.json
     python benchmarks/launch_choices.py --small --shapes 12 --out launch_choices_small.json
     python benchmarks/launch_choices.py --few --shapes 90 --out launch_choices_few.json
-    python benchmarks/launch_choices.py --seed 2 --late --shapes 24 --out launch_choices_late.json    # --few, too
 
 Each shape is drawn from the seed: head dim 64, 128 or 256, either mask, batch x heads and both lengths log-uniform, a key/value
 group in half of the calls. Candidates are every distinct warp-specialised config that h200.sqlite has for that head dim and
@@ -172,7 +171,7 @@ def configs_of(kernel: str, dim: int, mask: str) -> list[dict[str, Any]]:
 
 
 def candidates(shape: dict[str, Any], backward: bool) -> list[dict[str, dict[str, Any]]]:
-    """kernel -> config, of each candidate; with ``late`` also with Q_LATE, where that is possible."""
+    """kernel -> config, of each candidate."""
     dim, mask = shape["head_dim"], _mask(shape).name
     if shape.get("few"):
         made = [{"fwd": config} for config in forms_of(dim, mask)]
@@ -194,10 +193,6 @@ def candidates(shape: dict[str, Any], backward: bool) -> list[dict[str, dict[str
             for dq in configs_of("bwd_dq", dim, mask)[:3]
             for dkdv in configs_of("bwd_dkdv", dim, mask)[:4]
         ]
-    if shape.get("late"):
-        space, spec = registry.variant_named("sm90/fwd").space, Specialization("bf16", dim, dim, mask)
-        late = [{"fwd": {**space.completed(one["fwd"]), "Q_LATE": True}} for one in made]
-        made += [one for one in late if space.broken(one["fwd"], spec, 90) is None]
     return list({json.dumps(one, sort_keys=True): one for one in made}.values())
 
 
@@ -305,13 +300,12 @@ def measured(shape: dict[str, Any], backward: bool, stream: torch.cuda.Stream) -
 @click.option("--backward", is_flag=True)
 @click.option("--small", is_flag=True)
 @click.option("--few", is_flag=True)
-@click.option("--late", is_flag=True, help="Forward candidates with Q_LATE, too.")
 @click.option("--dim", type=int, default=128, help="Head dim of --small calls.")
 @click.option("--seed", type=int, default=1)
 @click.option("--shapes", type=int, default=72)
 @click.option("--seconds", type=float, default=240.0)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
-def main(backward: bool, small: bool, few: bool, late: bool, dim: int, seed: int, shapes: int, seconds: float,
+def main(backward: bool, small: bool, few: bool, dim: int, seed: int, shapes: int, seconds: float,
          out: Path) -> None:  # fmt: skip
     started, cases = time.monotonic(), []
     stream = torch.cuda.Stream()
@@ -319,8 +313,6 @@ def main(backward: bool, small: bool, few: bool, late: bool, dim: int, seed: int
     asked = drawn_small(seed, shapes, dim) if small else drawn(seed, shapes, backward)
     if few:
         asked = drawn_few(seed, shapes)
-    if late and not backward:
-        asked = [{**shape, "late": True} for shape in asked]
     print(f"{compile_all(asked, backward)} binaries after {time.monotonic() - started:.0f} s", flush=True)
     began = time.monotonic()
     warm = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)

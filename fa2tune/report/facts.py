@@ -136,7 +136,8 @@ def standings(rows: Iterable[Row]) -> list[Standing]:
         best = winner(ranked)
         for row in ranked:
             problem = workload(row)
-            flops = problem.flops(key.kernel) if key.kernel in KERNEL_TITLES else 0.0
+            work = problem.flops(key.kernel) if key.family == DENSE_FAMILY else key.flops()
+            flops = work if key.kernel in KERNEL_TITLES else 0.0
             elsewhere = row.obtained == PORTED  # its time is of a GPU with another peak
             share = None if top is None or row.tflops is None or elsewhere else row.tflops / top
             keeps = row.gain_low is not None and row.gain_low <= 1.0

@@ -25,7 +25,6 @@ WORDS: Mapping[str, str] = {
     "joined_groups_at_64_columns": "num_warps 8 at 64 columns needs BLOCK_M 64",
     "joined_groups_go_together": "num_warps 8 needs ORDER together",
     "keys_where_they_fit": "OWN products is slower than OWN keys, which fits",
-    "late_q_is_the_only_one": "Q_LATE with two Q tiles",
     "launch_registers_hold_a_product": "maxnreg leaves too few registers for a product",
     "narrow_tiles_hold_head_dims": "NARROW of head dims above 32, or with IN_PARTS",
     "not_of_the_family": "what such calls leave out",

@@ -104,6 +104,15 @@ class TuningKey:
             return replace(dense, batch=1, seqlen_q=sum(found), seqlen_k=sum(found), extent=extent)
         return dense
 
+    def flops(self) -> float:
+        """Of the kernel on that workload, as ``Problem.flops``; of packed sequences the sum over each."""
+        problem = self.workload()
+        if self.family != RAGGED_FAMILY:
+            return problem.flops(self.kernel)
+        return sum(
+            replace(problem, seqlen_q=one, seqlen_k=one, extent=WHOLE).flops(self.kernel) for one in self.lengths()
+        )
+
     def lengths(self) -> tuple[int, ...]:
         """Of the packed sequences that a ragged key is tuned on, from a short one up to the bucket's length in even steps, as
         many tokens as a dense key has."""

@@ -41,7 +41,6 @@ class Form(NamedTuple):
     WIDEST: gl.constexpr  #: columns of the wider of Q and V
     STAGES: gl.constexpr
     Q_STAGES: gl.constexpr
-    Q_LATE: gl.constexpr  #: a tile's first blocks of K and V are loaded before its Q
     PINGPONG: gl.constexpr
     RESCALE: gl.constexpr
     Q_IN_REGISTERS: gl.constexpr
@@ -194,16 +193,8 @@ def load_q(q, b, h, start_m, turn, smem, barriers, FIRST: gl.constexpr, LAST: gl
 
 
 @gluon.jit
-def blocks_before_q(turn, n_blocks, form):
-    """How many of a tile's blocks are loaded before its Q: with one stage fewer than there are none waits for a product of this
-    tile. Of a program's first tile one, as nothing holds up Q."""
-    return gl.where(turn == 0, 1, gl.minimum(n_blocks, form.STAGES - 1))
-
-
-@gluon.jit
 def produce(q, k, v, smem, barriers, call, form):
-    """One warp: the tiles of Q, K and V, in the order in which the consumers want them. q, k, v: tuples of their parts. Q_LATE:
-    Q waits for the groups' end of the tile before, and the blocks that there is room for already do not wait for Q."""
+    """One warp: the tiles of Q, K and V, in the order in which the consumers want them. q, k, v: tuples of their parts."""
     FIRST: gl.constexpr = (
         1 if form.Q_STAGES > 1 else 0
     )  # the first group's Q comes before its K, where there is room for it
@@ -225,15 +216,11 @@ def produce(q, k, v, smem, barriers, call, form):
             await_room(barriers.k_empty, done + j, K_EMPTY, form)
             expect_parts(k, barriers.k_ready.index(stage))
             load_parts(k, b, h_kv, row, barriers.k_ready.index(stage), smem.k, stage)
-            if not form.Q_LATE:
-                if j == 0:
-                    load_q(q, b, h, start_m, turn, smem, barriers, FIRST, form.GROUPS, form)
+            if j == 0:
+                load_q(q, b, h, start_m, turn, smem, barriers, FIRST, form.GROUPS, form)
             await_room(barriers.v_empty, done + j, V_EMPTY, form)
             expect_parts(v, barriers.v_ready.index(stage))
             load_parts(v, b, h_kv, row, barriers.v_ready.index(stage), smem.v, stage)
-            if form.Q_LATE:
-                if j == blocks_before_q(turn, n_blocks, form) - 1:
-                    load_q(q, b, h, start_m, turn, smem, barriers, FIRST, form.GROUPS, form)
         done += n_blocks
     await_last(barriers, done, form)
 

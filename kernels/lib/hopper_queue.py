@@ -10,7 +10,6 @@ from fa2tune.kernels.lib.hopper_forward import (
     V_EMPTY,
     await_last,
     await_room,
-    blocks_before_q,
     heads_in_band,
     load_q,
     produce,
@@ -154,15 +153,11 @@ def _produce_packed(q, k, v, smem, barriers, queue, call, parts, form):
             await_room(barriers.k_empty, done + j, K_EMPTY, form)
             expect_parts(k, barriers.k_ready.index(stage))
             load_parts(k, end_k, h_kv, row, barriers.k_ready.index(stage), smem.k, stage)
-            if not form.Q_LATE:
-                if j == 0:
-                    load_q(q, end_q, h, row_q, turn, smem, barriers, FIRST, form.GROUPS, form)
+            if j == 0:
+                load_q(q, end_q, h, row_q, turn, smem, barriers, FIRST, form.GROUPS, form)
             await_room(barriers.v_empty, done + j, V_EMPTY, form)
             expect_parts(v, barriers.v_ready.index(stage))
             load_parts(v, end_k, h_kv, row, barriers.v_ready.index(stage), smem.v, stage)
-            if form.Q_LATE:
-                if j == blocks_before_q(turn, n_blocks, form) - 1:
-                    load_q(q, end_q, h, row_q, turn, smem, barriers, FIRST, form.GROUPS, form)
         done += n_blocks
         turn += 1
         _send(queue, turn, programs + _share(taken), tiles, heads_q, band)  # a group asks for it where this one ends

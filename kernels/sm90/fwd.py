@@ -326,7 +326,7 @@ def fwd_hopper_kernel(
     RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, RESCALE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr,
-    NUMBERED: gl.constexpr, O_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, Q_LATE: gl.constexpr,
+    NUMBERED: gl.constexpr, O_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -375,7 +375,7 @@ def fwd_hopper_kernel(
     barriers = Barriers(q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
     call = Call(batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window)
     form: gl.constexpr = Form(
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=Q_STAGES, Q_LATE=Q_LATE, PINGPONG=PINGPONG,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=Q_STAGES, PINGPONG=PINGPONG,
         RESCALE=RESCALE, Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS,
         WIDEST=WIDEST, NEGATE=NEGATE, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW, FIRST_BLOCK=FIRST_BLOCK,
         CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,

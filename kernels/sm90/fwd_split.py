@@ -248,7 +248,7 @@ def fwd_hopper_split_kernel(
         batch = 1
     call = Call(batch, heads_q, group, seqlen_q, seqlen_k, 0, (window_left, window_right))
     form: gl.constexpr = Form(
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=1, Q_LATE=False, PINGPONG=PINGPONG,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=1, PINGPONG=PINGPONG,
         RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH="own", NUMBERED=NUMBERED,
         COLUMNS=BLOCK_D + REST_D + BLOCK_DV + REST_DV,
         WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,

@@ -113,7 +113,7 @@ def of_tiles(spec: Specialization, rows: int, keys: int, maxnreg: int) -> Config
     and as many stages as there is room for. It may be none of the space's, where these head dims leave no room."""
     wide = max(spec.head_dim, spec.head_dim_v) > 64
     config = {
-        "BLOCK_M": rows, "BLOCK_N": keys, "Q_STAGES": 1, "Q_LATE": False, "PINGPONG": rows > ROWS, "RESCALE": "lazy",
+        "BLOCK_M": rows, "BLOCK_N": keys, "Q_STAGES": 1, "PINGPONG": rows > ROWS, "RESCALE": "lazy",
         "Q_IN_REGISTERS": True, "O_THROUGH": "own", "NUMBERED": True, "HEADS_PER_WAVE": 0,
         "IN_PARTS": in_parts(spec) if wide else "none", "maxnreg": maxnreg, "num_warps": 4,
     }  # fmt: skip
@@ -234,9 +234,6 @@ SPACE = SearchSpace(
         "BLOCK_N": (64, 128),
         "STAGES": (2, 3),  # K and V tiles under way
         "Q_STAGES": (1, 2),  # 2: the next tile's Q is there, and its first Q K^T runs, while this tile ends
-        # with one Q: first blocks of K and V come before it, which waits for the end of the tile before; not timed, so it is
-        # not searched
-        "Q_LATE": added(False, older=False),
         "PINGPONG": (False, True),  # groups issue their products in turn
         # O: after every block; only where a maximum grew by 2^8; or never, and without any maxima, in tiles where the norms of
         # Q and K keep the scores in bounds (elsewhere as "lazy")
@@ -264,11 +261,6 @@ SPACE = SearchSpace(
             "one consumer group leaves the tensor cores idle during its exponentials, unless another program uses them; two "
             "groups have too few registers to share a multiprocessor",
             lambda config, spec, arch: (config["BLOCK_M"] == ROWS) == (programs(config) > 1),
-        ),
-        Constraint(
-            "late_q_is_the_only_one",
-            "with two Q tiles the next one is there before the blocks that it meets",
-            lambda config, spec, arch: not config["Q_LATE"] or config["Q_STAGES"] == 1,
         ),
         Constraint(
             "turns_take_groups",

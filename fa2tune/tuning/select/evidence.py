@@ -38,7 +38,7 @@ def _base(
         }
     return Row(
         key=key, implementation=implementation, strategy=strategy, config=dict(config), time_us=time_us,
-        tflops=workload.flops(key.kernel) / time_us * 1e-6, **{name: getattr(workload, name) for name in WORKLOAD}, **hashes,
+        tflops=key.flops() / time_us * 1e-6, **{name: getattr(workload, name) for name in WORKLOAD}, **hashes,
         **provenance.stamp(),
     )  # fmt: skip
 

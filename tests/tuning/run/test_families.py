@@ -54,6 +54,20 @@ def test_workloads_are_of_the_bucket_and_of_their_family(bucket):
         assert unmeasured(problem, one.family) == "" != unmeasured(problem, "dense")
 
 
+@pytest.mark.parametrize(("kernel", "products"), [("fwd", 2), ("bwd", 5)])
+def test_flops_are_of_what_the_calls_attend(kernel, products):
+    ragged, banded, dense = (key(family, kernel=kernel, bucket=4096) for family in ("ragged", "banded", "dense"))
+    squares = sum(length**2 for length in ragged.lengths())
+    assert ragged.flops() == products * 2 * 16 * 128 * squares / 2 < dense.flops()
+    pairs = sum(min(row + 1, 513) for row in range(4096))  # a window of 512 keys and a query's own
+    assert banded.flops() == products * 2 * 4 * 16 * 128 * pairs
+    assert dense.flops() == dense.workload().flops(kernel)
+    one = replace(fresh("ragged"), key=ragged, tflops=400.0)
+    (standing,) = facts.standings([one])
+    moved = facts.least_bytes(facts.workload(one), kernel)
+    assert standing.intensity == pytest.approx(ragged.flops() / moved)
+
+
 def test_families_of_calls():
     asked = {
         (call(), "dense"), (call(mask=band(300, 0)), "banded"), (call(PACKED), "ragged"), (call(mask=FULL), "dense"),
@@ -73,6 +87,7 @@ def test_a_run_tunes_the_family_and_files_its_rows(bench, family, masks):
     for one in report.rows:
         workload = one.key.workload()
         assert (one.batch, one.seqlen_q) == (workload.batch, workload.seqlen_q)
+        assert one.tflops == pytest.approx(one.key.flops() / one.time_us * 1e-6)
         assert one.kernel_hash == fingerprint.kernel_hashes()[one.source]
         if family == "banded":
             assert one.source.endswith(" band")
