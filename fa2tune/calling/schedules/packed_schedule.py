@@ -62,7 +62,7 @@ BAND_MARGIN, BEYOND_L2 = 0.04, 0.015
 #: simulated, one lost 2 % by it. Not timed (docs/experiments/packed-backward.md).
 LONGER_FIRST, LONGER_MARGIN = True, 0.03
 #: Not where the longest sequence is of this bucket or a lower one: most have a tile or two, whose lengths are rounded up to the
-#: same. Of ten such calls, simulated, eight lost.
+#: same. Of eleven such calls, simulated, eight lost.
 ALIKE = 512
 #: Queries a sequence has on average, or keys that a query sees, below which the backward runs alone on the GPU: what would run
 #: overlapped takes a share of the multiprocessors that such sequences do not give back (docs/experiments/varlen.md).
