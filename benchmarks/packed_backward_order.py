@@ -3,11 +3,12 @@
     python benchmarks/packed_backward_order.py            # the drawn calls that a better order shortens the most
     python benchmarks/packed_backward_order.py --all      # every one that was simulated
 
-Calls: benchmarks/calls/random_packings_2.json to _4 with several sequences, as far as the kernel serves them alone on the GPU.
-Each tile goes to the program that is free first, with the microseconds of fa2tune/calling/schedules/fused_schedule.py and the
-lengths that were drawn. Orders: as served (sequence after sequence, of each the first keys first, heads in the bands of the
-choice); longer sequences first; and tiles by how many of their sequence are left, which under a causal mask is the longest
-tile first.
+Calls: benchmarks/calls/random_packings_2.json to _4 and _6 with several sequences, as far as the kernel serves them alone on
+the GPU. Each tile goes to the program that is free first, with the microseconds of
+fa2tune/calling/schedules/fused_schedule.py and the lengths that were drawn. Orders: as they lie (sequence after sequence, of
+each the first keys first, heads in the bands of the choice); longer sequences first, which some calls are served by, by the
+lengths that the host assumes (LONGER_FIRST); and tiles by how many of their sequence are left, which under a causal mask is
+the longest tile first.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from random_packings import Packing
 from fa2tune import gpus
 from fa2tune.calling import choosing
 from fa2tune.calling.schedules import fused_schedule, group_parts_schedule
+from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import FUSED
 
 GPU = gpus.named("h200")
@@ -35,12 +37,13 @@ class Orders(NamedTuple):
     """Microseconds of the main kernel's tiles."""
 
     name: str
-    served: float
+    as_they_lie: float
     longer_first: float
     most_left_first: float
     mean: float  #: of all programs, which no order is below
     drawn: float  #: of the whole backward, recorded
     ratio: float  #: of the fastest peer's time over that
+    taken: bool  #: longer sequences come first
 
 
 def simulated(name: str, packing: Packing, drawn: float, ratio: float) -> Orders | None:
@@ -58,25 +61,31 @@ def simulated(name: str, packing: Packing, drawn: float, ratio: float) -> Orders
     rows, columns = choice.config["BLOCK_M"], 128 if packing.head_dim > 64 else 64
     block, ends = fused_schedule.BLOCK_US[columns, rows], fused_schedule.TILE_US[columns, rows]
     lengths = zip(packing.of_q, packing.of_k, strict=True)
-    of_each = [
-        [group * blocks * block + ends for blocks in fused_schedule._blocks(*pair, packing.mask, rows)]
-        for pair in lengths
-        if pair[1]
-    ]
+    of_each = {
+        number: [group * blocks * block + ends for blocks in fused_schedule._blocks(*pair, packing.mask, rows)]
+        for number, pair in enumerate(lengths)
+    }
 
     def last(tiles: list[float]) -> float:
         band = min(choice.config["HEADS_PER_WAVE"], heads)
         return fused_schedule.last_done([0.0] * GPU.sm_count, tuple(tiles), heads, band)
 
-    served = [us for its in of_each for us in its]
-    longer = [us for its in sorted(of_each, key=len, reverse=True) for us in its]
-    left = sorted(((len(its) - nth, us) for its in of_each for nth, us in enumerate(its)), key=lambda one: -one[0])
-    mean = sum(served) * heads / GPU.sm_count
-    return Orders(name, last(served), last(longer), last([us for _, us in left]), mean, drawn, ratio)
+    def seen(number: int) -> int:
+        queries, keys = packing.of_q[number], packing.of_k[number]
+        return min(queries, keys) if packing.mask == CAUSAL else queries
+
+    lie = [us for its in of_each.values() for us in its]
+    longer = [us for number in sorted(of_each, key=seen, reverse=True) for us in of_each[number]]
+    left = sorted(
+        ((len(its) - nth, us) for its in of_each.values() for nth, us in enumerate(its)), key=lambda one: -one[0]
+    )
+    mean, most_left = sum(lie) * heads / GPU.sm_count, [us for _, us in left]
+    taken = bool(choice.config["LONGER_FIRST"])
+    return Orders(name, last(lie), last(longer), last(most_left), mean, drawn, ratio, taken)
 
 
 def all_calls() -> Iterator[Orders]:
-    for number in (2, 3, 4):
+    for number in (2, 3, 4, 6):
         for name, call in json.loads(DRAWINGS[number].read_text("utf-8"))["calls"].items():
             drawn = call.get("bwd", {}).get("us", {}).get("fa2tune")
             if drawn is None or len(call["of_q"]) < 2 or max(call["of_k"]) == 0:
@@ -91,16 +100,19 @@ def all_calls() -> Iterator[Orders]:
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--all", "every", is_flag=True, help="Every call.")
 def main(every: bool) -> None:
-    found = sorted(all_calls(), key=lambda one: (one.longer_first - one.served) / one.drawn)
+    found = sorted(all_calls(), key=lambda one: (one.longer_first - one.as_they_lie) / one.drawn)
     for one in found if every else found[:SHOWN]:
         click.echo(
-            f"{one.name}: served {one.served:.0f} us, longer first {one.longer_first:.0f}, most left first "
-            f"{one.most_left_first:.0f}, mean {one.mean:.0f}; drawn {one.drawn:.0f}, {one.ratio} of the peer's speed"
+            f"{one.name}: as they lie {one.as_they_lie:.0f} us, longer first {one.longer_first:.0f}"
+            f"{' (served)' if one.taken else ''}, most left first {one.most_left_first:.0f}, mean {one.mean:.0f}; drawn "
+            f"{one.drawn:.0f}, {one.ratio} of the peer's speed"
         )
-    for name in ("longer_first", "most_left_first"):
-        shares = [(one.served - getattr(one, name)) / one.drawn for one in found]
+    taken = [one for one in found if one.taken]
+    for name, calls in (("longer_first", found), ("longer_first", taken), ("most_left_first", found)):
+        shares = [(one.as_they_lie - getattr(one, name)) / one.drawn for one in calls]
+        which = f"{name}, served by it" if calls is taken else name
         click.echo(
-            f"{name}: {sum(shares) / len(shares):.1%} of a call on average, {sum(one > GAINS for one in shares)} of "
+            f"{which}: {sum(shares) / len(shares):.1%} of a call on average, {sum(one > GAINS for one in shares)} of "
             f"{len(shares)} calls gain {GAINS:.0%}, {sum(one < LOSES for one in shares)} lose {-LOSES:.0%}"
         )
 

@@ -12,6 +12,8 @@
     python benchmarks/packed_choices.py --drawing 6 --pass bwd --out benchmarks/calls/packed_choices_6.json   # bands of heads
     python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 7                # keys of tiles in parts
     python benchmarks/packed_choices.py --drawing 7 --out benchmarks/calls/packed_choices_7.json
+    python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 8 --pass bwd     # longer sequences first
+    python benchmarks/packed_choices.py --drawing 8 --pass bwd --out benchmarks/calls/packed_choices_8.json
     python benchmarks/packed_choices.py --list                                         # what would be timed; no GPU
 
 The calls: those of a drawing, benchmarks/calls/random_packings.json, random_packings_2.json or _3, that CALLS names by their
@@ -27,7 +29,8 @@ drawn calls of the third and fourth drawing that were behind the fastest peer, i
 of other lengths, and with each kernel started early (``behind_peers``); where one sequence has all tokens, as a dense call,
 too. 6 is BANDS, backward alone, in each number of heads a band. 7 is LONG_ONES, forward alone: few heads, most tokens in one
 sequence, and some in which splitting is expected to lose, with keys in each number of parts
-(``packed_splits_schedule``, whose estimates --list prints).
+(``packed_splits_schedule``, whose estimates --list prints). 8 is UNEVEN, backward alone, each with longer sequences first and
+in the order of cu_seqlens: most are expected to gain by the former, and the last ones of each drawing little or nothing.
 
 Each result is compared with float32 arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each
 candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in microseconds a call, and what the
@@ -129,6 +132,14 @@ BANDS = {1: (13,), 2: (11, 5, 56), 3: (41, 12), 4: (46,)}
 KEYS_IN_PARTS = 7  #: that means LONG_ONES
 #: Drawing -> calls, the ones first that are expected to gain.
 LONG_ONES = {6: (45, 85, 53, 37, 20, 24, 64, 16, 44, 36), 3: (3, 37, 40), 2: (62, 66, 59, 95, 26, 7)}
+LONGER_FIRST = 8  #: that means UNEVEN
+#: Drawing -> calls, the ones first that are expected to gain most.
+UNEVEN = {
+    2: (22, 17, 45, 23, 13, 44, 87, 7, 53),
+    3: (19, 58, 4, 25, 61, 38, 47, 57),
+    4: (24, 30, 86, 54, 78),
+    6: (7, 96, 50, 74, 6, 63, 16, 67),
+}
 MOST_FORMS = 8  #: of a call of BEHIND
 #: What makes the loop of a backward, by which rows of other lengths differ.
 LOOP = ("BLOCK_M", "REDUCE", "ORDER", "EXPONENTIALS_FIRST", "num_warps")
@@ -153,7 +164,8 @@ def masks(said: str) -> Mask:
 def packings(drawing: int = 1) -> dict[str, tuple[Packing, Mapping[str, Any]]]:
     """Name -> (packing, what was recorded when it was drawn)."""
     found: dict[str, tuple[Packing, Mapping[str, Any]]] = {}
-    several = {ALL_TILES: TILES, BEHIND_PEERS: BEHIND, OTHER_BANDS: BANDS, KEYS_IN_PARTS: LONG_ONES}
+    several = {ALL_TILES: TILES, BEHIND_PEERS: BEHIND, OTHER_BANDS: BANDS, KEYS_IN_PARTS: LONG_ONES,
+               LONGER_FIRST: UNEVEN}  # fmt: skip
     for which, calls in several.get(drawing, {drawing: CALLS.get(drawing, ())}).items():
         drawn = json.loads(DRAWINGS[which].read_text("utf-8"))["calls"]
         for name in sorted(drawn, key=lambda one: calls.index(n) if (n := int(one.split()[0])) in calls else -1):
@@ -350,6 +362,16 @@ def behind_peers(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]
         yield name, replace(chosen, config=able[name]), parts
 
 
+def by_length(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
+    """The choice, with longer sequences first and in the order of cu_seqlens."""
+    if (found := fused_choice(chooser)) is None:
+        return
+    chosen, parts = found
+    for name, first in (("longer first", True), ("as they lie", False)):
+        yield name, replace(chosen, config={**fused_schedule.apart(chosen.config), "LONGER_FIRST": first}), parts
+    yield "chosen", chosen, parts
+
+
 def candidates(problem: Problem, gpu: gpus.Gpu, drawing: int = 1, only: str = "") -> dict[str, Candidates]:
     """By pass. ``only``: of this one; of the other the choice alone."""
     chooser = choosing.Chooser(problem, gpu)
@@ -361,6 +383,8 @@ def candidates(problem: Problem, gpu: gpus.Gpu, drawing: int = 1, only: str = ""
         return {"fwd": _distinct(parts_of_keys(chooser)), "bwd": {}}
     if drawing == BEHIND_PEERS:
         return {"fwd": {"chosen": (chooser.choose("fwd"), 1)}, "bwd": _distinct(behind_peers(chooser))}
+    if drawing == LONGER_FIRST:
+        return {"fwd": {"chosen": (chooser.choose("fwd"), 1)}, "bwd": _distinct(by_length(chooser))}
     if drawing == OTHER_BANDS:
         bands = (one for one in behind_peers(chooser) if one[0] == "chosen" or one[0].endswith("a band"))
         return {"fwd": {"chosen": (chooser.choose("fwd"), 1)}, "bwd": _distinct(bands)}
@@ -438,7 +462,7 @@ def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
-@click.option("--drawing", type=click.IntRange(1, 7), default=1, show_default=True)
+@click.option("--drawing", type=click.IntRange(1, 8), default=1, show_default=True)
 @click.option("--pass", "pass_", type=click.Choice(["fwd", "bwd"]), help="Of this pass alone.  [default: both]")
 @click.option("--seconds", type=float, default=math.inf, help="Begins no call after so long.")
 @click.option("--only", type=int, multiple=True, help="The drawn call of this number, and no others.")

@@ -26,6 +26,7 @@ WORDS: Mapping[str, str] = {
     "joined_groups_go_together": "num_warps 8 needs ORDER together",
     "keys_where_they_fit": "OWN products is slower than OWN keys, which fits",
     "launch_registers_hold_a_product": "maxnreg leaves too few registers for a product",
+    "longer_first_is_written_before": "LONGER_FIRST with BESIDE, or of sequences that are not packed",
     "narrow_tiles_hold_head_dims": "NARROW of head dims above 32, or with IN_PARTS",
     "not_of_the_family": "what such calls leave out",
     "o_has_room_of_its_own": "O shares memory although memory of its own fits",

@@ -73,6 +73,7 @@ class Form(NamedTuple):
     SIGNALS: gl.constexpr  #: consumers say when they have added all of a tile's dQ
     RAGGED: gl.constexpr
     IN_ORDER: gl.constexpr  #: key tiles add to a block's dQ in turns
+    LONGER_FIRST: gl.constexpr  #: packed sequences of more queries come first
     QUERY_BLOCKS: gl.constexpr
     HIDE_QUERIES: gl.constexpr
     LEFT_BOUNDED: gl.constexpr
@@ -244,7 +245,10 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
     """One warp: K and V of each tile, and for every query head of the group Q with the terms of lse and dO with those of delta
     through rings; BESIDE: once these are prepared, and so are the zeros that the other warps add to. EARLY_START: terms once
     the kernel before has ended, for which K and V of the first tile, and its first Q and dO, do not wait. RAGGED: as
-    hopper_packed.py has it."""
+    hopper_packed.py has it. LONGER_FIRST: the kernel before writes the order of tiles, so that even the first one waits."""
+    if form.LONGER_FIRST:
+        if form.EARLY_START:
+            await_kernel_before()
     laps = laps_of(call, form)
     taken = first_number(call, form)
     lap = 0
@@ -263,6 +267,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
                 call.seqlen_k,
                 call.heads_per_wave,
                 form.EARLY_START,
+                form.LONGER_FIRST,
             )
             laps = gl.where(alive, lap + 2, 0)
             first, _full, end, rotation = query_blocks(

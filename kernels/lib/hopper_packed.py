@@ -30,10 +30,11 @@ def store_packed(descriptor, end, h, row, stage):
 
 
 @gluon.jit
-def _place_of(index, offsets, sequences, heads, total_q, total_k, heads_per_wave):
+def _place_of(index, order, offsets, sequences, heads, total_q, total_k, heads_per_wave, LONGER_FIRST: gl.constexpr):
     """(head, first key in its sequence, queries of the sequence, its keys, its first row in q, in k, in workspaces) of the
     tile with this number. Heads vary fastest, in bands of heads_per_wave; of a sequence the first keys come first, which under
-    a causal mask most queries see. One warp."""
+    a causal mask most queries see. LONGER_FIRST: the tiles of a head come as ``order`` has them (kernels/lib/packed_order.py).
+    One warp."""
     cu_seqlens_q, cu_seqlens_k = offsets
     tiles = packed_tiles(total_k, sequences, BLOCK_N)
     band = index // (tiles * heads_per_wave)
@@ -41,6 +42,8 @@ def _place_of(index, offsets, sequences, heads, total_q, total_k, heads_per_wave
     width = gl.maximum(gl.minimum(heads - first_head, heads_per_wave), 1)  # the last band may be narrower
     inside = index - band * (tiles * heads_per_wave)
     number = gl.minimum(inside // width, tiles - 1)
+    if LONGER_FIRST:  # whatever it holds, no row outside the tensors is addressed
+        number = gl.minimum(gl.maximum(gl.load(order + number), 0), tiles - 1)
     tile, first_k, keys, first_q, queries = place(
         cu_seqlens_k, cu_seqlens_q, sequences, total_k, total_q, number, BLOCK_N, 1
     )
@@ -58,8 +61,9 @@ def _place_of(index, offsets, sequences, heads, total_q, total_k, heads_per_wave
 
 @gluon.jit
 def send_place(
-    lap, counter, channel, offsets, sequences, heads, total_q, total_k, heads_per_wave, EARLY_START: gl.constexpr
-):
+    lap, counter, channel, offsets, sequences, heads, total_q, total_k, heads_per_wave, EARLY_START: gl.constexpr,
+    LONGER_FIRST: gl.constexpr,
+):  # fmt: skip
     """The producer takes the next tile that has keys and sends it to the other warps: (whether there is one, then what
     ``_place_of`` gives). A program's first one follows from its number; EARLY_START: others are taken once the kernel before,
     which sets the counter to 0, has ended."""
@@ -83,7 +87,7 @@ def send_place(
                 )
             index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         head, start_n, queries, keys, first_q, first_k, row = _place_of(
-            index, offsets, sequences, heads, total_q, total_k, heads_per_wave
+            index, counter + 1, offsets, sequences, heads, total_q, total_k, heads_per_wave, LONGER_FIRST
         )
         own = lap < 0  # never again
         looking = (index < every) & (start_n >= keys)

@@ -4,7 +4,7 @@ side."""
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.lib.extent import STEP
+from fa2tune.kernels.lib.extent import STEP, packed_tiles
 from fa2tune.search_spaces.portable import packed_order as space
 
 WORDS = tl.constexpr(space.WORDS)
@@ -80,3 +80,41 @@ def write_order(
         entry = tl.where(word == 6, own, entry)
         inside = (tile < mine) & (place - tile * turns < room)
         tl.store(order + (1 + place - tile * turns)[:, None] * WORDS + word, entry, mask=inside[:, None])
+
+
+@triton.jit
+def _key_tiles(
+    cu_seqlens_q, cu_seqlens_k, index, sequences, total_q, total_k, BLOCK: tl.constexpr, RIGHT_BOUNDED: tl.constexpr
+):
+    """(number of the first tile of ``packed_tiles`` over keys, tiles, queries that see the most seen of them) of sequences
+    [STEP]; behind the last one come the keys that are in none."""
+    first_k, keys = _sides(cu_seqlens_k, index, sequences, total_k, True)
+    _, queries = _sides(cu_seqlens_q, index, sequences, total_q, False)
+    tiles = tl.where(index <= sequences, (first_k + keys) // BLOCK - first_k // BLOCK + 1, 0)
+    return first_k // BLOCK + index, tiles, tl.minimum(queries, keys) if RIGHT_BOUNDED else queries
+
+
+@triton.jit
+def write_longer_first(
+    cu_seqlens_q, cu_seqlens_k, order, own, sequences, total_q, total_k, BLOCK: tl.constexpr, RIGHT_BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """-> order [packed_tiles of total_k] int32: the numbers of all key tiles, sequences of more queries first, those of as many
+    one after the other, as they lie, and of each the first keys first. own: the sequence whose tiles are written. Of sequences
+    that overlap, against the rules, there may be more tiles or fewer: none is written behind the end."""
+    lanes = tl.arange(0, STEP)
+    number, tiles, seen = _key_tiles(
+        cu_seqlens_q, cu_seqlens_k, own + lanes * 0, sequences, total_q, total_k, BLOCK, RIGHT_BOUNDED
+    )
+    before = tl.zeros([STEP], tl.int32)
+    for first in range(0, sequences + 1, STEP):
+        index = first + lanes
+        _, other_tiles, other_seen = _key_tiles(
+            cu_seqlens_q, cu_seqlens_k, index, sequences, total_q, total_k, BLOCK, RIGHT_BOUNDED
+        )
+        before += tl.where((other_seen > seen) | ((other_seen == seen) & (index < own)), other_tiles, 0)
+    place = tl.sum(before, 0)
+    mine = tl.max(tiles, 0)
+    every = packed_tiles(total_k, sequences, BLOCK)
+    for first in range(0, mine, STEP):
+        at = first + lanes
+        tl.store(order + place + at, number + at, mask=(at < mine) & (place + at < every))

@@ -278,8 +278,8 @@ def bwd_fused_hopper_kernel(
     PART_DV: gl.constexpr, REST_DV: gl.constexpr,
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
     DQ_BEHIND: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, BESIDE: gl.constexpr,
-    FINISH_BESIDE: gl.constexpr, EARLY_START: gl.constexpr, IN_ORDER: gl.constexpr, K_STAGES: gl.constexpr,
-    TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    FINISH_BESIDE: gl.constexpr, EARLY_START: gl.constexpr, IN_ORDER: gl.constexpr, LONGER_FIRST: gl.constexpr,
+    K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D or DV], k, v [B, Hkv, Sk, D or DV] by descriptors, D <= BLOCK_D; columns behind PART_D or
     PART_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dv_rest; terms [2 B, Hq,
@@ -296,7 +296,9 @@ def bwd_fused_hopper_kernel(
     than the number of the key tile that has added last.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on;
-    rows of terms and sums are those of kernels/lib/hopper_packed.py. Keys behind the last sequence: dk = dv = 0."""
+    rows of terms and sums are those of kernels/lib/hopper_packed.py. Keys behind the last sequence: dk = dv = 0.
+    LONGER_FIRST: behind counter[0] lies the order of a head's tiles, as kernels/lib/packed_order.py has it; a thread that takes
+    tiles waits for the kernel before, which writes it."""
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
     window = (window_left, window_right)
@@ -350,7 +352,7 @@ def bwd_fused_hopper_kernel(
         DS_STAGES=DS_STAGES, OUT_STAGES=OUT_STAGES, REDUCE=REDUCE, SCORES_AHEAD=SCORES_AHEAD,
         EXPONENTIALS_FIRST=EXPONENTIALS_FIRST, DQ_BEHIND=DQ_BEHIND, PAIRS=PAIRS, DYNAMIC=DYNAMIC, BESIDE=BESIDE,
         EARLY_START=EARLY_START, CONCATENATED=CONCATENATED, ADDS=ADDS, COUNTS=FINISH_BESIDE, SIGNALS=SIGNALS, RAGGED=RAGGED,
-        IN_ORDER=IN_ORDER,
+        IN_ORDER=IN_ORDER, LONGER_FIRST=LONGER_FIRST,
         QUERY_BLOCKS=QUERY_BLOCKS, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
@@ -389,8 +391,9 @@ def _workspaces(problem: Problem, config: Config) -> Workspaces:
     rows = (problem.batch, problem.heads_q, space.padded_rows(problem))
     terms = ((2 * problem.batch, *rows[1:], space.TERMS), "bf16")
     words = ((*rows, space.columns(problem.specialization, config)), "fp32")
+    order = problem.extent.tiles(1, problem.seqlen_k, space.GROUPS * space.KEYS) if config.get("LONGER_FIRST") else 0
     counter = (
-        ((_counts(problem, config),), "i32") if config["DYNAMIC"] else "words"
+        ((_counts(problem, config) + order,), "i32") if config["DYNAMIC"] else "words"
     )  # no allocation where nothing counts
     chunks = rows[2] // space.CHUNK
     counts = (chunks + 2 if problem.extent.ragged else 1) if config["FINISH_BESIDE"] else 0
@@ -437,7 +440,7 @@ VARIANT = Variant(
         "FINISH_BESIDE": config["FINISH_BESIDE"],
         **({"USED_COLUMNS": sum(space.parts(spec, config))} if config.get("IN_PARTS") else {}),
         **({"EARLY_START": True} if config.get("EARLY_START") else {})},
-    passes_before=lambda spec, config: {"IN_ORDER": True} if config.get("IN_ORDER") else {},
+    passes_before=lambda spec, config: {name: True for name in ("IN_ORDER", "LONGER_FIRST") if config.get(name)},
     workspaces=_workspaces,
     scalars=_scalars,
     fitted=space.fitted,

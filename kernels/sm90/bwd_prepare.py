@@ -7,6 +7,7 @@ import triton.language as tl
 
 from fa2tune.kernels.lib.common import LOG2E, delta_of_rows, head_base, load_tile
 from fa2tune.kernels.lib.extent import place
+from fa2tune.kernels.lib.packed_order import write_longer_first
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 from fa2tune.search_spaces.sm90.bwd_prepare import SPACE
 from fa2tune.spec.variant import Variant
@@ -15,6 +16,8 @@ from fa2tune.spec.variant import Variant
 TERMS = tl.constexpr(space.TERMS)
 #: Rows of a block of the workspaces, of packed sequences.
 CHUNK = tl.constexpr(space.CHUNK)
+#: Keys of a tile of the main kernel.
+BLOCK_N = tl.constexpr(space.GROUPS * space.KEYS)
 
 _START_MAIN = tl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
@@ -38,14 +41,14 @@ def bwd_prepare_hopper_kernel(
     qk_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     SEES: tl.constexpr, LEFT_BOUNDED: tl.constexpr, RIGHT_BOUNDED: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_R: tl.constexpr, SUM_COLUMNS: tl.constexpr, USED_COLUMNS: tl.constexpr, EARLY_START: tl.constexpr,
-    IN_ORDER: tl.constexpr,
+    IN_ORDER: tl.constexpr, LONGER_FIRST: tl.constexpr,
 ):  # fmt: skip
     """o, do [B, Hq, Sq, DV], lse [B, Hq, Sq], dlse [B, Hq, Sq] (read only if has_dlse) -> terms [2 B, Hq, rows_padded, TERMS]
     bfloat16: of -lse / softmax_scale, and B entries later of dlse - rowsum(dO * O), which scores and dP are to be increased by.
     Where p is to be zero (rows past the end, rows that see no key) lse counts as +inf. words [B, Hq,
     rows_padded, SUM_COLUMNS] float32: zeros, but for the last words of each 64 rows, those of columns from USED_COLUMNS on;
     counter [counts] int32: 0; without IN_ORDER counts is 1 at most. rows_padded is a multiple of BLOCK_R, and 64 is.
-    RAGGED: as sm90/bwd_fused.py has it.
+    RAGGED: as sm90/bwd_fused.py has it. LONGER_FIRST: behind counter[0] the order of its tiles (``write_longer_first``).
     EARLY_START: the next kernel may start once all programs of this one have, and itself waits for their end."""
     if EARLY_START:
         tl.inline_asm_elementwise(_START_MAIN, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
@@ -57,6 +60,19 @@ def bwd_prepare_hopper_kernel(
             tl.store(counter + one, 0)
     else:
         tl.store(counter, 0, mask=(tl.program_id(0) == 0) & (counts != 0))
+    if LONGER_FIRST:
+        if tl.program_id(0) <= batch:  # each sequence has more blocks of the workspaces than one
+            write_longer_first(
+                cu_seqlens_q,
+                cu_seqlens_k,
+                counter + 1,
+                tl.program_id(0),
+                batch,
+                seqlen_q,
+                seqlen_k,
+                BLOCK_N,
+                RIGHT_BOUNDED,
+            )
     b = head // heads_q
     h = head % heads_q
     padded = start_m
@@ -122,6 +138,7 @@ VARIANT = Variant(
         "USED_COLUMNS": config.get("USED_COLUMNS", config["SUM_COLUMNS"]),
         "EARLY_START": config.get("EARLY_START", False),
         "IN_ORDER": config.get("IN_ORDER", False),
+        "LONGER_FIRST": config.get("LONGER_FIRST", False),
     },
     grid=lambda problem, config, _sm_count, _early: (
         space.padded_rows(problem) // config["BLOCK_R"] * problem.batch * problem.heads_q

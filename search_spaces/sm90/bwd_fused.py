@@ -258,6 +258,9 @@ SPACE = SearchSpace(
         # key tiles add to dQ in a fixed order; not searched: deterministic calls have it
         # (fa2tune/calling/schedules/turns_schedule.py)
         "IN_ORDER": added(False, older=False),
+        # packed sequences of more queries come first; not searched: calls whose last tiles would end alone have it
+        # (fa2tune/calling/schedules/packed_schedule.py)
+        "LONGER_FIRST": added(False, older=False),
         "HEADS_PER_WAVE": (1, 4, 8, 16, 32),
         "IN_PARTS": added(
             False, True, older=False
@@ -375,6 +378,12 @@ SPACE = SearchSpace(
             "packed_sequences_in_one_form",
             "the producer finds where a packed tile lies when it takes it from the counter",
             lambda config, spec, arch: not spec.ragged or all(config[name] == value for name, value in PACKED.items()),
+        ),
+        Constraint(
+            "longer_first_is_written_before",
+            "the kernel that prepares rows before writes the order of packed tiles; one that overlaps prepares rows in the "
+            "order of the sequences",
+            lambda config, spec, arch: not config["LONGER_FIRST"] or (spec.ragged and not config["BESIDE"]),
         ),
         PACKED_WITHIN_32_BITS,
         Constraint(

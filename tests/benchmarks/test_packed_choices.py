@@ -31,6 +31,8 @@ def test_the_calls_are_those_that_were_drawn() -> None:
     assert [int(name.split()[0]) for name in behind] == [n for numbers in choices.BEHIND.values() for n in numbers]
     long = choices.packings(choices.KEYS_IN_PARTS)
     assert [int(name.split()[0]) for name in long] == [n for numbers in choices.LONG_ONES.values() for n in numbers]
+    uneven = choices.packings(choices.LONGER_FIRST)
+    assert [int(name.split()[0]) for name in uneven] == [n for numbers in choices.UNEVEN.values() for n in numbers]
     for _, call in behind.values():
         assert call["bwd"]["ratio"] < 0.99
     for name, (packing, call) in {**choices.packings(1), **choices.packings(2)}.items():
@@ -52,11 +54,12 @@ def test_every_candidate_can_run_and_the_choice_is_one_of_them(drawing: int) -> 
                 assert parts == 1 or (pass_ == "bwd" and parts in group_parts.allowed(problem))
 
 
-def test_calls_behind_peers_are_timed_in_few_forms_with_the_choice_among_them() -> None:
-    for packing, _ in choices.packings(choices.BEHIND_PEERS).values():
+@pytest.mark.parametrize("drawing", [choices.BEHIND_PEERS, choices.LONGER_FIRST])
+def test_backwards_are_timed_in_few_forms_with_the_choice_among_them(drawing: int) -> None:
+    for packing, _ in choices.packings(drawing).values():
         problem = choices.posed(packing)
-        named = choices.candidates(problem, H200, choices.BEHIND_PEERS, "bwd")["bwd"]
-        assert 1 < len(named) <= choices.MOST_FORMS and "chosen" in named
+        named = choices.candidates(problem, H200, drawing, "bwd")["bwd"]
+        assert 1 < len(named) <= choices.MOST_FORMS and sum(name.endswith("chosen") for name in named) == 1
         for choice, _ in named.values():
             assert limits.before_compile(choice.variant, problem.specialization, choice.config, H200) is None
 

@@ -162,17 +162,23 @@ def test_binaries_are_made_ahead(problem: Problem, kernel: str) -> None:
     assert dict(choice.config) in [dict(config) for config in found]
 
 
+def check_fallback(problem: Problem, form: str) -> None:
+    """The rows' own configs serve where those with ``form`` cannot be had."""
+    chooser, first = choosing.Chooser(problem, H200), choices(problem)
+
+    def make(asked: Mapping[str, Choice]) -> Mapping[str, Choice]:
+        if any(choice.config[form] for choice in asked.values()):
+            raise NoTritonError("x")
+        return asked
+
+    assert any(choice.config[form] for choice in first.values())
+    assert dispatch._plan(chooser, first, make) == {name: choice.of_row for name, choice in first.items()}
+
+
 @pytest.mark.usefixtures("early")
 def test_the_rows_own_config_serves_where_the_form_cannot_be_had() -> None:
     for problem in (FUSED[1], SPLIT[0]):
-        chooser, first = choosing.Chooser(problem, H200), choices(problem)
-
-        def make(asked: Mapping[str, Choice]) -> Mapping[str, Choice]:
-            if any(choice.config["EARLY_START"] for choice in asked.values()):
-                raise NoTritonError("x")
-            return asked
-
-        assert dispatch._plan(chooser, first, make) == {name: choice.of_row for name, choice in first.items()}
+        check_fallback(problem, "EARLY_START")
 
 
 @pytest.mark.usefixtures("early")

@@ -9,17 +9,22 @@ from typing import Any
 
 import pytest
 
-from fa2tune.compiling import compiler, registry
+from fa2tune import gpus
+from fa2tune.compiling import compiler, limits, registry
+from fa2tune.search_spaces.sm90 import bwd_fused
+from fa2tune.spec.extent import DENSE, RAGGED
 from fa2tune.spec.problem import Specialization
 from fa2tune.spec.variant import Variant
 
 FUSED = registry.variant_named("sm90/bwd_fused")
+H200 = gpus.named("h200")
 MEMORY = re.compile(r"\b(ACQBULK|PREEXIT|LDG|STG|RED|ATOMG)\b")
 
 
-def order(variant: Variant, config: dict[str, Any], dim: int) -> list[str]:
-    spec = Specialization("bf16", dim, dim, "causal")
+def order(variant: Variant, config: dict[str, Any], dim: int, extent: str = DENSE) -> list[str]:
+    spec = Specialization("bf16", dim, dim, "causal", extent=extent)
     binary = compiler.build(variant, spec, compiler.binary_config(variant, config), 90)
+    assert limits.after_compile(binary, H200) is None
     command = [compiler.tool("nvdisasm"), "--print-code", "--no-dataflow", binary.cubin_path]
     return MEMORY.findall(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
@@ -35,3 +40,34 @@ def test_before_and_after_the_fused_backward(dim: int, early: bool) -> None:
     assert "LDG" in prepared and "STG" in prepared and "LDG" in finished and "STG" in finished
     assert (prepared[0] == "PREEXIT", finished[0] == "ACQBULK") == (early, early)
     assert prepared.count("PREEXIT") == finished.count("ACQBULK") == early
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"BLOCK_M": 64, "num_warps": 8, "ORDER": "together", "REDUCE": "vector"}], ids=str
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_order_of_packed_tiles_is_loaded_behind_the_kernel_that_writes_it(dim: int, form: dict[str, Any]) -> None:
+    """Before a tile is taken the warp that takes them waits once more, and of each it loads one number more."""
+    spec = Specialization("bf16", dim, dim, "causal", extent=RAGGED)
+    config = {
+        **FUSED.space.default(spec, 90),
+        **bwd_fused.PACKED,
+        **form,
+        "EXPONENTIALS_FIRST": False,
+        "EARLY_START": True,
+    }
+    own, longer = (order(FUSED, {**config, "LONGER_FIRST": first}, dim, RAGGED) for first in (False, True))
+    before, waits = ([found[: found.index("ATOMG")] for found in (own, longer)]), "ACQBULK"
+    assert [set(one) for one in before] == [{waits}, {waits}], "nothing is loaded before the counter"
+    assert before[1].count(waits) == before[0].count(waits) + 1
+    assert longer.count("LDG") == own.count("LDG") + 1
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_writes_the_order_of_packed_tiles(early: bool) -> None:
+    spec = Specialization("bf16", 64, 64, "causal", extent=RAGGED)
+    config = {**FUSED.space.default(spec, 90), **bwd_fused.PACKED, "EARLY_START": early, "LONGER_FIRST": True}
+    ((prepare, its_config),), _ = compiler.around(FUSED, spec, config, 90)
+    without, longer = (order(prepare, {**its_config, "LONGER_FIRST": first}, 64, RAGGED) for first in (False, True))
+    assert its_config["LONGER_FIRST"] and longer.count("STG") > without.count("STG")
+    assert (longer[0] == "PREEXIT") == early

@@ -144,11 +144,13 @@ def of_packed_sequences() -> Iterator[Case]:
     joined = {"ORDER": "together", "REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
     added = {"ORDER": "together", "REDUCE": "tma"}  # by a warp of its own
     ends, early = {"BESIDE": True, "FINISH_BESIDE": True}, {"EARLY_START": True}
+    longer = {"LONGER_FIRST": True}
     for dim, mask, settings in (
         (64, "causal", added), (64, "full", joined), (64, "band", {}), (128, "causal", joined), (128, "causal", {}),
         (128, "full", {}), (64, "causal", {**added, **ends}), (64, "full", ends), (128, "causal", {**joined, **ends}),
         (128, "full", {**joined, "BESIDE": True}), (64, "band", {**joined, **early}), (128, "causal", {**joined, **early}),
         (128, "full", {**added, **early}), (64, "causal", early), (96, "causal", early),
+        (64, "causal", longer), (128, "causal", {**joined, **early, **longer}), (96, "full", {**early, **longer}),
     ):  # fmt: skip
         spec = bf16(dim, dim, mask, extent=RAGGED)
         config = {**variant.space.default(spec, 90), **settings}

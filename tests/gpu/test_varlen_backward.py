@@ -27,44 +27,42 @@ PACKINGS = {
     "unequal": ((5, 900), (0, 40), (700, 300), (129, 0), (64, 64), (1, 2000), (65, 63)),
     "many": tuple((1 + n % 37, 1 + n % 41) for n in range(300)),
     "one": ((1000, 1000),),
+    "the longest last": (*((1 + 5 * n % 60, 1 + 5 * n % 60) for n in range(200)), (0, 0), (0, 70), (2500, 2500)),
 }
 SPARE = 70  #: rows behind the last sequence
 SCALE = 0.11
 NAN = float("nan")
 #: What differs from the default of 64 and of 128 columns.
 TOGETHER = {"ORDER": "together"}
+JOINED = {**TOGETHER, "REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
 FORMS = {
     "apart, by TMA": {**TOGETHER, "REDUCE": "tma"},
     "apart, from registers": {**TOGETHER, "REDUCE": "vector"},
     "a block behind, by TMA": {"ORDER": "behind", "REDUCE": "tma"},
     "a block behind, from registers": {"ORDER": "behind", "REDUCE": "vector"},
     "scores ahead": {"ORDER": "ahead", "REDUCE": "vector", "EXPONENTIALS_FIRST": False},
-    "joined": {**TOGETHER, "REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False},
-    "joined, by TMA": {**TOGETHER, "REDUCE": "tma", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False},
+    "joined": JOINED,
+    "joined, by TMA": {**JOINED, "REDUCE": "tma"},
     "each started early": {"EARLY_START": True},
-    "joined, each started early": {
+    "joined, each started early": {**JOINED, "EARLY_START": True},
+    "apart, by TMA, each started early": {**TOGETHER, "REDUCE": "tma", "EARLY_START": True},
+    "longer first": {"LONGER_FIRST": True},
+    "joined, longer first": {**JOINED, "LONGER_FIRST": True},
+    "longer first, each started early": {"LONGER_FIRST": True, "EARLY_START": True},
+    "joined, longer first, each started early": {**JOINED, "LONGER_FIRST": True, "EARLY_START": True},
+    "apart, by TMA, longer first, each started early": {
         **TOGETHER,
-        "REDUCE": "vector",
-        "BLOCK_M": 64,
-        "num_warps": 8,
-        "EXPONENTIALS_FIRST": False,
+        "REDUCE": "tma",
+        "LONGER_FIRST": True,
         "EARLY_START": True,
     },
-    "apart, by TMA, each started early": {**TOGETHER, "REDUCE": "tma", "EARLY_START": True},
     "prepared beside": {"BESIDE": True},
     "prepared beside, heads in one band": {"BESIDE": True, "HEADS_PER_WAVE": 32},
     "and finished": {**TOGETHER, "BESIDE": True, "FINISH_BESIDE": True, "REDUCE": "tma"},
     "and finished, from registers": {"BESIDE": True, "FINISH_BESIDE": True, "ORDER": "behind", "REDUCE": "vector"},
-    "joined, and finished": {
-        **TOGETHER,
-        "BESIDE": True,
-        "FINISH_BESIDE": True,
-        "REDUCE": "vector",
-        "BLOCK_M": 64,
-        "num_warps": 8,
-        "EXPONENTIALS_FIRST": False,
-    },
+    "joined, and finished": {**JOINED, "BESIDE": True, "FINISH_BESIDE": True},
 }
+LONGER_FIRST = [form for form in FORMS if "longer first" in form]
 
 
 #: In place of a form: the split kernels, by their default configs.
@@ -195,6 +193,20 @@ def test_nan_of_a_neighbour_stays_there(packing, rest):
     compared(packing, CAUSAL, "joined, each started early", poisoned=(2, rest))
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("form", LONGER_FIRST)
+def test_longer_sequences_first(packing, form):
+    compared(packing, CAUSAL, form, poisoned=(3, 0))
+    compared(packing, FULL, form, dims=(64, 64), heads=(6, 3))
+
+
+@pytest.mark.parametrize("mask", [band(128, 0), band(65, 300), Mask("chunked", 200)], ids=str)
+@pytest.mark.parametrize("form", LONGER_FIRST)
+def test_longer_sequences_first_in_windows_and_chunks(mask, form):
+    compared("the longest last", mask, form, poisoned=(2, 1))
+    compared("unequal", mask, form, dims=(64, 64), heads=(8, 1))
+
+
 @pytest.mark.parametrize("heads", [(8, 1), (6, 2), (3, 3)], ids=str)
 def test_query_groups(heads):
     compared("unequal", CAUSAL, heads=heads)
@@ -207,6 +219,8 @@ def test_query_groups(heads):
         "default",
         "joined",
         "joined, each started early",
+        "longer first",
+        "joined, longer first, each started early",
         "prepared beside, heads in one band",
         "and finished, from registers",
     ],
@@ -270,8 +284,10 @@ def test_split_padded_head_dims_and_fp16(dims, heads):
     compared("unequal", CAUSAL, SPLIT_FORM, dtype="fp16", dims=dims, heads=heads, poisoned=(2, 0))
 
 
-#: Prepared before and finished after, or overlapped; or split.
-every_kind = pytest.mark.parametrize("form", ["default", "joined, and finished", SPLIT_FORM])
+#: Prepared before and finished after, or overlapped; with an order of tiles; or split.
+every_kind = pytest.mark.parametrize(
+    "form", ["default", "joined, and finished", "longer first", "joined, longer first, each started early", SPLIT_FORM]
+)
 
 
 def served_by_hopper(monkeypatch, form):

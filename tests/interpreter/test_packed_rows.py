@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fa2tune.compiling import registry
+from fa2tune.kernels.lib.packed_order import write_longer_first
 from fa2tune.kernels.masks import causal as causal_mask
 from fa2tune.kernels.masks import full
 from fa2tune.kernels.sm90.bwd_finish import bwd_finish_hopper_kernel
@@ -16,6 +17,7 @@ from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Problem
 
 HEADS, DIM, CHUNK = 2, 64, bwd_fused.CHUNK
+TILE = bwd_fused.GROUPS * bwd_fused.KEYS
 LENGTHS = ((70, 40), (0, 9), (129, 129), (1, 0), (256, 300))
 SPARE = 5
 
@@ -59,7 +61,7 @@ def test_terms_of_each_sequence(causal: bool, softmax_scale: float) -> None:
         o, do, lse, dlse, terms, words, *o.stride()[:3], *do.stride()[:3], *dlse.stride(), len(LENGTHS), HEADS, *TOTALS, PADDED,
         1, counter, 1, softmax_scale * math.log2(math.e), 0, 0, starts(0), starts(1), HEAD_DIM_V=DIM, BLOCK_DV=DIM,
         SEES=(causal_mask if causal else full).sees, LEFT_BOUNDED=False, RIGHT_BOUNDED=causal, RAGGED=True,
-        BLOCK_R=config["BLOCK_R"], SUM_COLUMNS=DIM, USED_COLUMNS=DIM, EARLY_START=False, IN_ORDER=False,
+        BLOCK_R=config["BLOCK_R"], SUM_COLUMNS=DIM, USED_COLUMNS=DIM, EARLY_START=False, IN_ORDER=False, LONGER_FIRST=False,
     )  # fmt: skip
     assert not counter.any()
     delta = (o.double() * do.double()).sum(-1) - dlse.double()
@@ -76,6 +78,32 @@ def test_terms_of_each_sequence(causal: bool, softmax_scale: float) -> None:
         torch.testing.assert_close(of_delta[:, :rows], -delta[0, :, first : first + rows], rtol=3e-7, atol=2e-5)
         assert not words[0, :, block].any()
     assert terms[:, :, ~touched].isnan().all() and words[:, :, ~touched].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [LENGTHS, ((1, 1),), (), tuple((1 + 7 * n % 40, 1 + 11 * n % 300) for n in range(150)), ((5, 9),) * 130],
+    ids=["mixed", "one", "none", "more than are read at once", "alike"],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_order_of_key_tiles(lengths: tuple[tuple[int, int], ...], causal: bool) -> None:
+    """Every tile once: of sequences of more queries first, then as they lie, and those of no sequence last."""
+    cu_seqlens = [torch.tensor([0, *(pair[side] for pair in lengths)]).cumsum(0).to(torch.int32) for side in (0, 1)]
+    totals = [int(side[-1]) + SPARE for side in cu_seqlens]
+    problem = Problem("fp16", 1, 1, 1, *totals, 16, 16, FULL, extent=Extent(RAGGED, len(lengths), 0))
+    count, behind = totals[1] // TILE + len(lengths) + 1, 7
+    written = torch.full((1 + count + behind,), -1, dtype=torch.int32)
+    variant = registry.variant_named("sm90/bwd_prepare")
+    assert variant.programs(problem, variant.space.default(problem.specialization, 90), 1) > len(lengths)
+    for own in range(len(lengths) + 1):
+        write_longer_first[(1,)](*cu_seqlens, written[1:], own, len(lengths), *totals, TILE, causal)
+    sequences = []  # (queries that see the most seen tile, number)
+    for number, (queries, keys) in enumerate(lengths):
+        sequences.append((-(min(queries, keys) if causal else queries), number))
+    ends = [*(int(start) // TILE + n for n, start in enumerate(cu_seqlens[1])), count]
+    expected = [tile for _, n in sorted(sequences) for tile in range(ends[n], ends[n + 1])]
+    assert written[1 : 1 + count].tolist() == [*expected, *range(ends[-2], count)]
+    assert (written[1 + count :] == -1).all() and written[0] == -1
 
 
 @pytest.mark.parametrize("columns", [DIM // 2, DIM])

@@ -38,7 +38,7 @@ def prepared(
         0 if counter is None else len(counter), softmax_scale * LOG2E, 0, 0, 0, 0,
         HEAD_DIM_V=DIM, BLOCK_DV=DIM, SEES=(causal_mask if causal else full).sees, LEFT_BOUNDED=False, RIGHT_BOUNDED=causal,
         RAGGED=False, BLOCK_R=block, SUM_COLUMNS=DIM, USED_COLUMNS=used, EARLY_START=False,
-        IN_ORDER=counter is not None,
+        IN_ORDER=counter is not None, LONGER_FIRST=False,
     )  # fmt: skip
     of_columns = words.reshape(-1, DIM, 64)  # the words of 64 rows, column by column
     assert not of_columns[:, :used].any() and of_columns[:, used:].isnan().all()

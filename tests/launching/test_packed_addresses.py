@@ -217,6 +217,8 @@ BACKWARDS: dict[str, dict[str, Any]] = {
     "scores ahead": {"ORDER": "ahead", "REDUCE": "vector", "EXPONENTIALS_FIRST": False},
     "joined": {**JOINED, "REDUCE": "vector"}, "prepared beside": {"BESIDE": True},
     "and finished": {**TOGETHER, **BESIDE, "REDUCE": "tma"}, "joined, and finished": {**JOINED, **BESIDE, "REDUCE": "tma"},
+    "longer first": {"LONGER_FIRST": True}, "joined, longer first, each started early": {
+        **JOINED, "REDUCE": "vector", "LONGER_FIRST": True, "EARLY_START": True},
 }  # fmt: skip
 #: Head dims, and what of the configs of either kernel differs from the defaults.
 SPLITS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
@@ -360,6 +362,14 @@ def test_first_sequences_that_begin_late(
         forward(world, mask, {}, (1, 1), (64, 64))
     else:
         backward(world, mask, {"REDUCE": "vector"}, (1, 1), (64, 64), kernels=kernels)
+
+
+@pytest.mark.parametrize("starts", [[-5, 100, 40000, 300], [300, 20, 290, 0], [0, 2**31 - 1, 5, 130]], ids=str)
+@pytest.mark.parametrize("form", ["longer first", "joined, longer first, each started early"])
+def test_tiles_of_an_order_by_wrong_offsets(worlds: Any, starts: list[int], form: str) -> None:
+    """There are more tiles than places, or places that nothing was written to."""
+    for sides in ([starts, starts], [[0, 100, 200, 290], starts], [starts, [0, 100, 200, 290]]):
+        backward(worlds(((90, 90), (100, 100), (100, 100)), sides, 10), CAUSAL, BACKWARDS[form], (2, 1), (64, 64))
 
 
 @pytest.mark.parametrize("seed", range(8))

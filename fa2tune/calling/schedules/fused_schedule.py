@@ -70,6 +70,9 @@ PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
 #: Whether calls of up to so many microseconds have each kernel started before the one before it ends, packed ones too; and what
 #: that saves: 1.1 to 2.6 measured in five calls (docs/experiments/fused-backward-ends.md).
 EARLY_START, EARLY_START_US, EARLY_SAVES_US = True, 100.0, 1.3
+#: What the order of packed tiles by length costs (LONGER_FIRST): the kernel before writes it, and the first tile waits for it;
+#: and for each 128 sequences more. Not measured.
+ORDER_US, ORDER_STEP_US = 1.5, 0.5
 #: Tiles given out one by one at most; of more, all programs have the mean and half of the longest or last tile.
 MOST_TILES = 4096
 
@@ -103,11 +106,13 @@ def _blocks(seqlen_q: int, seqlen_k: int, mask: Mask, rows: int) -> tuple[int, .
 
 
 @lru_cache(maxsize=256)
-def _blocks_of(problem: Problem, rows: int) -> tuple[int, ...]:
-    """The same of a problem; of packed sequences one after the other."""
+def _blocks_of(problem: Problem, rows: int, longer_first: bool = False) -> tuple[int, ...]:
+    """The same of a problem; of packed sequences one after the other, or those of more queries first."""
     if not problem.extent.ragged:
         return _blocks(problem.seqlen_q, problem.seqlen_k, problem.mask, rows)
     every = packed_lengths.each(problem)
+    if longer_first:
+        every = tuple(sorted(every, key=lambda one: min(one) if problem.mask == CAUSAL else one[0], reverse=True))
     found = {lengths: _blocks(*lengths, problem.mask, rows) for lengths in set(every)}
     return tuple([n for lengths in every for n in found[lengths]])
 
@@ -165,12 +170,14 @@ class FusedForm(NamedTuple):
     narrow: bool
     heads_per_wave: int
     early_start: bool
+    longer_first: bool
 
 
 def _form(config: Config) -> FusedForm:
     return FusedForm(
         config["BLOCK_M"], config["BESIDE"], config["FINISH_BESIDE"], config["PERSISTENT"], bool(config.get("IN_PARTS")),
         bool(config.get("V_APART")), bool(config.get("NARROW")), config["HEADS_PER_WAVE"], bool(config.get("EARLY_START")),
+        bool(config.get("LONGER_FIRST")),
     )  # fmt: skip
 
 
@@ -228,7 +235,7 @@ def _tile_us(problem: Problem, group: int, form: FusedForm) -> tuple[float, ...]
         block *= 1 - (APART_SAVE if form.v_apart else PARTS_SAVE) * saved
     awaited = group * AWAIT_US if form.beside else 0.0
     ends = awaited + TILE_US[columns, form.rows] + (0.0 if form.persistent else ENDS_US)
-    return tuple([group * count * block + ends for count in _blocks_of(problem, form.rows)])
+    return tuple([group * count * block + ends for count in _blocks_of(problem, form.rows, form.longer_first)])
 
 
 def _missed(tiles: int, group: int, heads: int, kept: int, band: int, gpu: Gpu) -> float:
@@ -285,6 +292,8 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
         ended = _over(costs, heads, band, Programs(min(tiles, sm_count), 0, 0.0, 0.0), exact)
         ended = _with_memory(ended, fetched, gpu) if fetched else ended
         saved = EARLY_SAVES_US if form.early_start else 0.0
+        if form.longer_first:
+            saved -= ORDER_US + problem.extent.sequences // 128 * ORDER_STEP_US
         return fixed + LAUNCH_US + prepared + ended + rows * after - saved
     # every program prepares a share of what the main kernel begins with, and some go on with the rest (sm90/bwd_beside.py)
     if form.finish_beside:
@@ -427,6 +436,8 @@ def about(choice: Choice) -> str:
         return ""
     words = [f"in blocks of {config['BLOCK_M']} queries"] if config["BLOCK_M"] != own["BLOCK_M"] else []
     early = bool(config.get("EARLY_START"))
-    words += ["alone on the GPU"] if words or own["BESIDE"] or not early else []
+    longer = bool(config.get("LONGER_FIRST"))
+    words += ["alone on the GPU"] if words or own["BESIDE"] or not (early or longer) else []
+    words += ["longer sequences first"] if longer else []
     words += ["each kernel started early"] if early else []
     return ", ".join(words)

@@ -111,6 +111,8 @@ def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) ->
     choice = choice_of(kernel, given)
     choice = replace(choice, variant=in_any_order(choice.variant))
     by_form = fused_schedule.times(choice.variant, problem)
+    if by_form:  # more parts help whatever the lengths are, the order of tiles only if they are as assumed
+        choice = replace(choice, config={**choice.config, "LONGER_FIRST": False})
 
     def time(parts: int, exact: bool = True) -> float:
         if by_form:
