@@ -464,13 +464,15 @@ def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
 @click.option("--drawing", type=click.IntRange(1, 8), default=1, show_default=True)
 @click.option("--pass", "pass_", type=click.Choice(["fwd", "bwd"]), help="Of this pass alone.  [default: both]")
+@side_by_side.share_option
 @click.option("--seconds", type=float, default=math.inf, help="Begins no call after so long.")
 @click.option("--only", type=int, multiple=True, help="The drawn call of this number, and no others.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
 def main(
-    listed: bool, drawing: int, pass_: str | None, seconds: float, only: tuple[int, ...], out: Path | None
+    listed: bool, drawing: int, pass_: str | None, share: slice, seconds: float, only: tuple[int, ...], out: Path | None
 ) -> None:
-    asked = {name: one for name, one in packings(drawing).items() if not only or int(name.split()[0]) in only}
+    asked = dict(list(packings(drawing).items())[share])
+    asked = {name: one for name, one in asked.items() if not only or int(name.split()[0]) in only}
     if listed:
         for name, (packing, _) in asked.items():
             click.echo(name)
