@@ -87,7 +87,7 @@ def window(context: click.Context, option: click.Parameter, given: Any) -> Any:
         left, right = map(int, given.split(","))
         sides_of((left, right))
     except ValueError:
-        raise click.BadParameter(f"got {given!r}, expected LEFT,RIGHT: two integers from -1 on") from None
+        raise click.BadParameter(f"got {given!r}, expected LEFT,RIGHT: two integers from -1 to 2^63 - 1") from None
     return left, right
 
 

@@ -8,6 +8,7 @@ another binary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -15,14 +16,10 @@ from fa2tune.compiling import binaries, fingerprint, overrules, registry
 from fa2tune.compiling.binaries import Entry
 from fa2tune.rows.lookup import Toolchain
 from fa2tune.rows.row import Row
-from fa2tune.spec.extent import DENSE
-from fa2tune.spec.problem import BACKWARD
+from fa2tune.spec.problem import BACKWARD, Specialization
 
-#: (architecture, kernel, hash of its source, extent, dtype, precision, head dims, mask)
+#: (architecture, kernel, hash of its source, specialization)
 _Kind = tuple[Any, ...]
-_NAMES = ("dtype", "precision", "head_dim", "head_dim_v", "mask")  #: of ``Specialization``
-#: Of ``Specialization``: what every tensor of a workload is.
-_PLAIN = {"aligned": True, "wide": False, "negate": False}
 NO_TRITON = "none"  #: for a version, where no Triton is installed
 
 
@@ -52,8 +49,7 @@ def has_code(row: Row) -> bool:
 
 
 def _entries(row: Row, kernel: str, source: str) -> list[Entry]:
-    spec = row.key.specialization()
-    kind = row.key.arch, kernel, source, spec.extent, *(getattr(spec, name) for name in _NAMES)
+    kind = row.key.arch, kernel, source, row.key.specialization()
     return [entry for entry in _index(binaries.trusted()).get(kind, ()) if entry.compiled_by(row.triton)]
 
 
@@ -69,9 +65,11 @@ def _index(trusted: binaries.Trusted) -> Mapping[_Kind, list[Entry]]:
     for _, file in trusted.files:
         for entry in file.entries.values():
             about, spec = entry.about, entry.about.get("spec")
-            if isinstance(spec, dict) and all(spec.get(name) == value for name, value in _PLAIN.items()):
-                of_source = (about.get(name) for name in ("arch", "kernel", "source"))
-                kind = *of_source, spec.get("extent", DENSE), *(spec.get(name) for name in _NAMES)
-                if all(isinstance(part, str | int) for part in kind):
-                    found.setdefault(kind, []).append(entry)
+            of_source = [about.get(name) for name in ("arch", "kernel", "source")]
+            if not isinstance(spec, dict) or not all(
+                isinstance(one, str | int) for one in (*of_source, *spec.values())
+            ):
+                continue
+            with suppress(TypeError):  # of another version, with other fields
+                found.setdefault((*of_source, Specialization(**spec)), []).append(entry)
     return found

@@ -13,11 +13,11 @@ from functools import lru_cache
 from typing import Any
 
 from fa2tune.spec import maskfile
-from fa2tune.spec.maskfile import MOST_VALUES
+from fa2tune.spec.maskfile import LARGEST, MOST_VALUES
 from fa2tune.spec.maskfile import ROW_MASKS as ROW_MASKS
 from fa2tune.spec.values import check_limits
 
-#: What a call passes: (left, right), each None or -1 (unbounded) or a number of keys from 0 on.
+#: What a call passes: (left, right), each None or -1 (unbounded) or a number of keys from 0 on, up to ``LARGEST``.
 Window = tuple[int | None, int | None]
 #: The mask of a window.
 BAND = "band"
@@ -164,7 +164,7 @@ def of_operator(name: str, first: int, second: int) -> Mask:
 
 def sides_of(window: Any) -> tuple[int | None, int | None]:
     """(left, right) of a call's ``window``, checked; None: unbounded. TypeError or ValueError names it and what came."""
-    allowed = "must be None or a tuple (left, right) of integers from 0 on, None or -1 for an unbounded side"
+    allowed = "must be None or a tuple (left, right) of integers from 0 to 2^63 - 1, None or -1 for an unbounded side"
     if window is None:
         return None, None
     if not isinstance(window, tuple) or len(window) != 2:
@@ -173,7 +173,7 @@ def sides_of(window: Any) -> tuple[int | None, int | None]:
     for side in window:
         if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral)):
             raise TypeError(f"window: got {window!r:.80}, {allowed}")
-        if side is not None and side < -1:
+        if side is not None and not -1 <= side <= LARGEST:  # more is no argument of an operator
             raise ValueError(f"window: got {window!r:.80}, {allowed}")
         found.append(None if side is None or side == -1 else int(side))
     return found[0], found[1]

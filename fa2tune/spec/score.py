@@ -55,7 +55,9 @@ class Score:
     def arguments(self, softmax_scale: float) -> tuple[float, float]:
         """What kernels get as score_first and score_second, for a scale that is not 0."""
         found = (*scorefile.score_named(self.name).arguments(softmax_scale, self.values), 0.0, 0.0)
-        first, second = (max(-scorefile.LARGEST, min(value, scorefile.LARGEST)) for value in found[: scorefile.NUMBERS])
+        first, second = (
+            max(-scorefile.LARGEST_NUMBER, min(value, scorefile.LARGEST_NUMBER)) for value in found[: scorefile.NUMBERS]
+        )
         return first, second
 
     def transformed(self, scores: Any) -> Any:

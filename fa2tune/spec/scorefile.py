@@ -15,7 +15,7 @@ from fa2tune.spec import standins
 #: Where the files are.
 FOLDER = "fa2tune.kernels.scores"
 #: How many run-time numbers kernels take, and the largest that they may be: of float32, with room.
-NUMBERS, LARGEST = 2, 3e38
+NUMBERS, LARGEST_NUMBER = 2, 3e38
 
 ScoreValues = tuple[float, ...]  #: run-time numbers of a term, in the order of ``ScoreHooks.values``
 

@@ -209,11 +209,11 @@ def test_a_call_with_a_window_is_explained(arguments: tuple[str, ...], mask: str
 
 
 @pytest.mark.parametrize("command", ["explain", "bench"])
-@pytest.mark.parametrize("window", ["1024", "1,2,3", "a,b", "-2,0"])
+@pytest.mark.parametrize("window", ["1024", "1,2,3", "a,b", "-2,0", "9223372036854775808,0"])
 def test_a_window_that_is_none_is_refused(command: str, window: str) -> None:
     result = CliRunner().invoke(main, [command, "--window", window])
     assert result.exit_code == 2
-    assert f"got {window!r}, expected LEFT,RIGHT: two integers from -1 on" in " ".join(result.stderr.split())
+    assert f"got {window!r}, expected LEFT,RIGHT: two integers from -1 to 2^63 - 1" in " ".join(result.stderr.split())
 
 
 def test_a_call_with_a_mask_by_name_is_explained() -> None:

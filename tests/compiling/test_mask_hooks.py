@@ -40,6 +40,8 @@ def sampled(name: str) -> Iterator[Mask]:
 ALL = [mask for name in maskfile.names() for mask in sampled(name)]
 #: Portable kernels serve a mask that lacks a hook
 MASKS = [mask for mask in ALL if maskfile.hooks_of(mask.name) >= HOOKS_OF_GLUON]
+#: Whose hooks name no tile in vain, as those of another mask may
+TIGHT = [mask for mask in MASKS if mask.name in ("full", "causal", "causal_top_left", "band", "chunked")]
 WITH_LAST_KEY = [mask for mask in ALL if maskfile.LAST_KEY in maskfile.hooks_of(mask.name)]
 LENGTHS = tuple(itertools.product((1, 8, 13, 40), repeat=2))
 
@@ -103,6 +105,29 @@ def check_range(found: Iterable[int], length: int, step: int) -> tuple[int, int,
     assert all(start % step == 0 for start in walked) and len(walked) == len({*walked})
     assert {*walked} >= {*range(begin, end, step)}
     return begin, full_begin, full_end, end
+
+
+@pytest.mark.parametrize("mask", TIGHT, ids=str)
+def test_tiles_outside_of_a_mask_are_not_visited(mask: Mask) -> None:
+    """Of Triton's kernels, tiles of queries and of keys; of Gluon's, tiles of queries, whose rows have one block at least."""
+    hooks = [hook(mask, name) for name in ("key_range", "query_range", "blocks_below", "first_block")]
+    keys_of, queries_of, below_of, first_of = hooks
+    for lengths in LENGTHS:
+        (seqlen_q, seqlen_k), window = lengths, mask.arguments(*lengths)
+        offset, seen = seqlen_k - seqlen_q, visible(mask, *lengths, -(-seqlen_q // BLOCK_M) * BLOCK_M, seqlen_k)
+        for start in range(0, seqlen_q, BLOCK_M):
+            blocks = {*seen[start : start + BLOCK_M].any(0).nonzero()[0] // BLOCK_N}
+            begin, *_, end = map(int, keys_of(start, BLOCK_M, offset, seqlen_k, window, BLOCK_N))
+            assert {*range(begin // BLOCK_N, -(-end // BLOCK_N))} == blocks
+            first, below = (
+                int(first_of(start, *lengths, window, BLOCK_N)),
+                int(below_of(start + BLOCK_M, *lengths, window, BLOCK_N)),
+            )
+            assert {*range(first, below)} == blocks or below - first == 1
+        for start in range(0, seqlen_k, BLOCK_N):
+            blocks = {*seen[:seqlen_q, start : start + BLOCK_N].any(1).nonzero()[0] // BLOCK_M}
+            begin, *_, end = map(int, queries_of(start, BLOCK_N, offset, seqlen_q, window, BLOCK_M))
+            assert {*range(begin // BLOCK_M, -(-end // BLOCK_M))} == blocks
 
 
 @pytest.mark.parametrize("mask", ALL, ids=str)

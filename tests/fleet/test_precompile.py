@@ -268,6 +268,27 @@ def test_a_row_whose_machine_code_is_here_is_as_fresh_under_another_triton(
     )
 
 
+@pytest.mark.parametrize(
+    "other", [{"score": "softcap"}, {"aligned": False}, {"extent": "ragged"}, {"mask": "band"}], ids=str
+)
+def test_machine_code_of_another_specialization_is_not_the_row_s(
+    one_key: Path, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    rows = replace_all(reader.read(one_key), triton=fingerprint.triton_version())
+    monkeypatch.setenv("FA2TUNE_KERNELS", str(kernels))
+    held = [row for row in rows if measured_code.has_code(row)]
+    file, path = File(kernels), tmp_path / "other.kernels"
+    changed = {
+        key: binaries.New(
+            entry.code, {**entry.about, "spec": {**entry.about["spec"], **other}}, entry.launch, file.cubin(entry)
+        )
+        for key, entry in file.entries.items()
+    }
+    binaries.save(path, binaries.file_bytes(changed, {}))
+    monkeypatch.setenv("FA2TUNE_KERNELS", str(path))
+    assert held and not any(map(measured_code.has_code, held))
+
+
 def test_a_tampered_binary_is_passed_over(
     one_key: Path, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

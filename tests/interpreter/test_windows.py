@@ -19,6 +19,7 @@ CASES = (
     (70, 90, (16, 0)), (70, 90, (None, 7)), (90, 70, (5, 40)), (90, 70, (20, None)), (130, 130, (64, 64)), (33, 200, (-1, 3)),
     (33, 200, (16, 0)), (130, 130, (20, None)),
 )  # fmt: skip
+STARTS = torch.tensor([0, 64], dtype=torch.int32)
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "window"), CASES)
@@ -71,13 +72,31 @@ def test_windows_go_through_torch_compile():
 @pytest.mark.parametrize(
     ("window", "error"),
     [((1,), TypeError), ([4, 0], TypeError), (4, TypeError), ((4, -2), ValueError), ((True, 0), TypeError),
-     (("4", 0), TypeError), ((1.0, 0), TypeError)],
+     (("4", 0), TypeError), ((1.0, 0), TypeError), ((2**63, 0), ValueError), ((4, 2**63), ValueError)],
 )  # fmt: skip
 def test_a_wrong_window_is_named(window, error):
     q, k, v = (torch.randn(1, 2, 64, 32, dtype=torch.float16) for _ in range(3))
     with pytest.raises(error, match=r"window: got .*\(left, right\)"):
         fa2tune.attention(q, k, v, window=window)
+    with pytest.raises(error, match=r"window: got .*\(left, right\)"):
+        fa2tune.attention_varlen(
+            q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), STARTS, window=window
+        )
     assert not fa2tune.is_supported(q, k, v, window=window)
+
+
+@pytest.mark.parametrize("window", [(0, None), (None, 0), (-1, -1), (2**63 - 1, 0), (3, 2**62)])
+def test_the_smallest_and_the_largest_windows(window):
+    check_options(problem("fp32", 33, 40), mask_of(False, window), window=window)
+
+
+def test_a_window_of_the_diagonal_alone():
+    q, k, v = (torch.randn(1, 2, seqlen, 32, dtype=torch.float16, requires_grad=True) for seqlen in (33, 40, 40))
+    o, lse = fa2tune.attention(q, k, v, softmax_scale=1.0, window=(0, 0), return_lse=True)
+    assert torch.equal(o, v[:, :, 7:])  # aligned at the bottom right
+    torch.testing.assert_close(lse, (q.float() * k[:, :, 7:].float()).sum(-1), atol=1e-4, rtol=1e-4)
+    (dv,) = torch.autograd.grad(o.float().sum(), (v,))
+    assert torch.equal(dv[:, :, :7], torch.zeros_like(dv[:, :, :7])) and torch.equal(dv[:, :, 7:], torch.ones_like(o))
 
 
 def test_rows_that_see_no_key_warn_of_nothing():
