@@ -173,7 +173,7 @@ def sides_of(window: Any) -> tuple[int | None, int | None]:
     for side in window:
         if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral)):
             raise TypeError(f"window: got {window!r:.80}, {allowed}")
-        if side is not None and not -1 <= side <= LARGEST:  # more is no argument of an operator
+        if side is not None and (side < -1 or not side <= LARGEST):  # more is no argument of an operator
             raise ValueError(f"window: got {window!r:.80}, {allowed}")
         found.append(None if side is None or side == -1 else int(side))
     return found[0], found[1]
