@@ -214,3 +214,25 @@ def test_precompile_has_every_tile() -> None:
     }
     choice = choosing.choose(alone, "fwd", H200, True)
     assert "sm90/fwd_grouped" in {one.name for one, _, _ in precompile._by_shape("fwd", alone, choice, 90)}
+
+
+@pytest.mark.parametrize("sizes", [(18, 88, 44, 417, 184), (52, 78, 1, 434, 168)], ids=str)
+def test_wide_heads_need_a_smaller_gain_and_may_have_more_tiles(sizes: tuple[int, ...]) -> None:
+    """Both took 0.90 of the time: benchmarks/calls/dense_forwards_10.json.gz."""
+    batch, heads_q, heads_kv, length, dim = sizes
+    problem = Problem("bf16", batch, heads_q, heads_kv, length, length, dim, dim, FULL)
+    tiles = chosen(problem)
+    assert tiles is not None and size_of(tiles) == (128, 64, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rescale"),
+    [((2, 22, 11, 9519, 176), "never"), ((4, 36, 4, 4861, 192), "never"), ((1, 21, 21, 4977, 192), "lazy")],
+    ids=str,
+)
+def test_bounds_by_norms_stay_in_long_calls_of_many_wide_tiles(sizes: tuple[int, ...], rescale: str) -> None:
+    """As was faster in each: benchmarks/calls/dense_forwards_9.json.gz, _10 and _wide."""
+    batch, heads_q, heads_kv, length, dim = sizes
+    mask = FULL if rescale == "lazy" else CAUSAL
+    problem = Problem("bf16", batch, heads_q, heads_kv, length, length, dim, dim, mask)
+    assert choosing.choose(problem, "fwd", H200).config["RESCALE"] == rescale

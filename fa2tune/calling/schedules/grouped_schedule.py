@@ -27,10 +27,11 @@ from fa2tune.spec.variant import Variant
 #: columns. Fitted to 40 forms of seven calls: 4 % off, root mean square (docs/experiments/few-queries.md).
 LAUNCH_US, BLOCK_US, WAITS, START, COLUMN_SHARE = {64: 3.3, 128: 4.0}, {64: 0.506, 128: 0.238}, 1.0, 1.54, 0.615
 #: It must be predicted to be faster by this share than what serves otherwise, and than tiles of one head by the same model:
-#: what those gain without sharing is for the tuned kernel to gain. The second one: where no such call was timed, with more
-#: columns, fewer queries, more keys, or in a window.
-MARGIN, UNTIMED_MARGIN = 0.08, 0.15
-TIMED_COLUMNS, TIMED_QUERIES, TIMED_KEYS = 448, 64, 2048
+#: what those gain without sharing is for the tuned kernel to gain. The second one: from WIDE columns of K and V on, where tiles
+#: of one head take 8 % longer than estimated: two calls predicted to take 0.95 of the time took 0.90. The third one: where no
+#: such call was timed, with more columns, fewer queries, more keys, or in a window.
+MARGIN, WIDE_MARGIN, UNTIMED_MARGIN = 0.08, 0.03, 0.15
+WIDE, TIMED_COLUMNS, TIMED_QUERIES, TIMED_KEYS = 384, 448, 64, 2048
 #: Rows that begin inside a sector: rows of a tile -> head dim -> so many times as long a block took; 0: of others.
 SECTOR_COSTS: dict[int, dict[int, float]] = {
     64: {24: 1.25, 40: 1.5, 56: 1.0, 72: 1.35, 0: 1.2},
@@ -42,7 +43,8 @@ LEAST_QUERIES = 32
 #: binaries. Blocks of 128 keys were the best in one of seven calls, by 5 %.
 SIZES, MOST_MEMBERS = ((64, 64), (128, 64)), 32
 #: Up to so many tiles of 128 rows a multiprocessor, of the rows that there are: of more, what tiles waste is a small share.
-MOST_TILES = 64
+#: The second one: from WIDE columns on, where a call of 104 gained 10 %.
+MOST_TILES, MOST_WIDE_TILES = 64, 128
 
 
 def _rows_of_heads(problem: Problem, config: Config) -> tuple[Problem, Config]:
@@ -76,7 +78,7 @@ def grouped_us(problem: Problem, config: Config, gpu: Gpu) -> float:
 def block_us(problem: Problem, config: Config) -> float:
     """Microseconds of a block of keys, over the programs that a multiprocessor holds at once."""
     rows, keys = config["BLOCK_M"], config["BLOCK_N"]
-    wide = sum(fwd_grouped.columns(problem.specialization))
+    wide = _columns(problem)
     block = BLOCK_US[rows] * (rows // 64) * (WAITS + keys // 64) * (1 + COLUMN_SHARE * (wide / 256 - 1))
     return block * few_tiles.sector_cost(problem, config, SECTOR_COSTS)
 
@@ -116,9 +118,15 @@ def _ungrouped_us(problem: Problem, gpu: Gpu) -> float:
     return min(grouped_us(problem, fwd_grouped.config_of(spec, *size, 1), gpu) for size in sizes)
 
 
+def _columns(problem: Problem) -> int:
+    """Columns of K and V, of all parts."""
+    return sum(fwd_grouped.columns(problem.specialization))
+
+
 def asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether the kernel is asked for such a call at all."""
     rows = problem.batch * problem.heads_q * problem.seqlen_q
+    most = MOST_WIDE_TILES if _columns(problem) >= WIDE else MOST_TILES
     return (
         gpu.arch in key_splits_schedule.MEASURED_ON
         and not problem.is_empty
@@ -126,18 +134,19 @@ def asked(problem: Problem, gpu: Gpu) -> bool:
         and not problem.extent.ragged
         and problem.seqlen_q >= LEAST_QUERIES
         and (problem.mask.measured or problem.mask.window is not None)
-        and rows <= MOST_TILES * few_tiles.FULL_TILE * gpu.sm_count
+        and rows <= most * few_tiles.FULL_TILE * gpu.sm_count
     )
 
 
 def _margin(problem: Problem) -> float:
+    columns = _columns(problem)
     timed = (
         problem.mask.measured
-        and sum(fwd_grouped.columns(problem.specialization)) <= TIMED_COLUMNS
+        and columns <= TIMED_COLUMNS
         and problem.seqlen_q >= TIMED_QUERIES
         and problem.seqlen_k <= TIMED_KEYS
     )
-    return MARGIN if timed else UNTIMED_MARGIN
+    return UNTIMED_MARGIN if not timed else WIDE_MARGIN if columns >= WIDE else MARGIN
 
 
 def _filled(problem: Problem) -> float:
