@@ -24,7 +24,6 @@ from random_packings import Packing
 from fa2tune import gpus
 from fa2tune.calling import choosing
 from fa2tune.calling.schedules import fused_schedule, group_parts_schedule
-from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import FUSED
 
 GPU = gpus.named("h200")
@@ -71,8 +70,7 @@ def simulated(name: str, packing: Packing, drawn: float, ratio: float) -> Orders
         return fused_schedule.last_done([0.0] * GPU.sm_count, tuple(tiles), heads, band)
 
     def seen(number: int) -> int:
-        queries, keys = packing.of_q[number], packing.of_k[number]
-        return min(queries, keys) if packing.mask == CAUSAL else queries
+        return fused_schedule.most_seeing(packing.of_q[number], packing.of_k[number], packing.mask)
 
     lie = [us for its in of_each.values() for us in its]
     longer = [us for number in sorted(of_each, key=seen, reverse=True) for us in of_each[number]]

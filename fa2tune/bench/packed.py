@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, groupby
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fa2tune.bench.peers import PEERS, SUBJECT, Peer, kernels_of, library_missing, window_sides
-from fa2tune.spec.extent import RAGGED, WHOLE, Extent
+from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, Mask
 from fa2tune.spec.problem import Problem
 
@@ -62,14 +61,13 @@ class PackedProblem(Problem):
 
     lengths: tuple[int, ...] = ()
 
-    def of(self, **changed: Any) -> Problem:
-        """With other values, and without lengths."""
-        return Problem(**{one.name: getattr(self, one.name) for one in fields(Problem)} | changed)
+    def of(self) -> Problem:
+        """Without lengths."""
+        return Problem(**{one.name: getattr(self, one.name) for one in fields(Problem)})
 
     def flops(self, pass_: str) -> float:
         """Of each sequence, as ``Problem.flops``."""
-        alone = {one: self.of(seqlen_q=one, seqlen_k=one, extent=WHOLE) for one in {*self.lengths}}
-        return sum(count * alone[one].flops(pass_) for one, count in Counter(self.lengths).items())
+        return self.flops_of_sequences(pass_, self.lengths)
 
 
 def posed(dtype: str, head_dim: int, heads: int, mask: Mask, lengths: tuple[int, ...]) -> PackedProblem:

@@ -109,9 +109,7 @@ class TuningKey:
         problem = self.workload()
         if self.family != RAGGED_FAMILY:
             return problem.flops(self.kernel)
-        return sum(
-            replace(problem, seqlen_q=one, seqlen_k=one, extent=WHOLE).flops(self.kernel) for one in self.lengths()
-        )
+        return problem.flops_of_sequences(self.kernel, self.lengths())
 
     def lengths(self) -> tuple[int, ...]:
         """Of the packed sequences that a ragged key is tuned on, from a short one up to the bucket's length in even steps, as

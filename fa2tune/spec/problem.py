@@ -5,8 +5,9 @@ Pure data: importable without torch or triton.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -161,3 +162,8 @@ class Problem:
             pairs = float(self.batch * self.heads_q * self.mask.pairs(self.seqlen_q, self.seqlen_k))
         over_d, over_dv = PRODUCTS["bwd_fused" if pass_ == BACKWARD else pass_]
         return 2.0 * pairs * (over_d * self.head_dim + over_dv * self.head_dim_v)
+
+    def flops_of_sequences(self, pass_: str, lengths: Sequence[int]) -> float:
+        """Of packed sequences of these lengths in place of its own, each as ``flops`` of it alone."""
+        alone = {one: replace(self, seqlen_q=one, seqlen_k=one, extent=WHOLE) for one in {*lengths}}
+        return sum(count * Problem.flops(alone[one], pass_) for one, count in Counter(lengths).items())

@@ -27,11 +27,11 @@ from fa2tune.spec.variant import Variant
 #: columns. Fitted to 40 forms of seven calls: 4 % off, root mean square (docs/experiments/few-queries.md).
 LAUNCH_US, BLOCK_US, WAITS, START, COLUMN_SHARE = {64: 3.3, 128: 4.0}, {64: 0.506, 128: 0.238}, 1.0, 1.54, 0.615
 #: It must be predicted to be faster by this share than what serves otherwise, and than tiles of one head by the same model:
-#: what those gain without sharing is for the tuned kernel to gain. The second one: from WIDE columns of K and V on, where tiles
+#: what those gain without sharing is for the tuned kernel to gain. The second one: from WIDE_COLUMNS of K and V on, where tiles
 #: of one head take 8 % longer than estimated: two calls predicted to take 0.95 of the time took 0.90. The third one: where no
 #: such call was timed, with more columns, fewer queries, more keys, or in a window.
 MARGIN, WIDE_MARGIN, UNTIMED_MARGIN = 0.08, 0.03, 0.15
-WIDE, TIMED_COLUMNS, TIMED_QUERIES, TIMED_KEYS = 384, 448, 64, 2048
+TIMED_COLUMNS, TIMED_QUERIES, TIMED_KEYS = 448, 64, 2048
 #: Rows that begin inside a sector: rows of a tile -> head dim -> so many times as long a block took; 0: of others.
 SECTOR_COSTS: dict[int, dict[int, float]] = {
     64: {24: 1.25, 40: 1.5, 56: 1.0, 72: 1.35, 0: 1.2},
@@ -43,7 +43,7 @@ LEAST_QUERIES = 32
 #: binaries. Blocks of 128 keys were the best in one of seven calls, by 5 %.
 SIZES, MOST_MEMBERS = ((64, 64), (128, 64)), 32
 #: Up to so many tiles of 128 rows a multiprocessor, of the rows that there are: of more, what tiles waste is a small share.
-#: The second one: from WIDE columns on, where a call of 104 gained 10 %.
+#: The second one: from WIDE_COLUMNS on, where a call of 104 gained 10 %.
 MOST_TILES, MOST_WIDE_TILES = 64, 128
 
 
@@ -126,7 +126,7 @@ def _columns(problem: Problem) -> int:
 def asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether the kernel is asked for such a call at all."""
     rows = problem.batch * problem.heads_q * problem.seqlen_q
-    most = MOST_WIDE_TILES if _columns(problem) >= WIDE else MOST_TILES
+    most = MOST_WIDE_TILES if _columns(problem) >= few_tiles.WIDE_COLUMNS else MOST_TILES
     return (
         gpu.arch in key_splits_schedule.MEASURED_ON
         and not problem.is_empty
@@ -146,7 +146,7 @@ def _margin(problem: Problem) -> float:
         and problem.seqlen_q >= TIMED_QUERIES
         and problem.seqlen_k <= TIMED_KEYS
     )
-    return UNTIMED_MARGIN if not timed else WIDE_MARGIN if columns >= WIDE else MARGIN
+    return UNTIMED_MARGIN if not timed else WIDE_MARGIN if columns >= few_tiles.WIDE_COLUMNS else MARGIN
 
 
 def _filled(problem: Problem) -> float:
