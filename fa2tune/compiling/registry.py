@@ -375,7 +375,6 @@ def space_file(name: str) -> ModuleType:
     return importlib.import_module(f"fa2tune.search_spaces.{name.replace('/', '.')}")
 
 
-@cache
 def role_kernel(role: str, implementation: str) -> str | None:
     """The path of the kernel with a role whose configs are of an implementation; None: there is none. ValueError: there are
     several. Files of kernels are not run."""

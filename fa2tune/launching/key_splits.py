@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -54,23 +55,23 @@ def parts_of(config: Config) -> int:
     return int(config.get("SPLITS", 1))
 
 
-def _path_of(config: Config) -> tuple[str, str]:
-    """(Role, kernel with that role) that a config is of: its entries tell the first, its implementation the second."""
-    named = implementation_of(config)
-    for role in (FWD_GROUPED,) if is_grouped(config) else (FWD_SPLIT_GROUPED, FWD_SPLIT):
-        if (path := role_kernel(role, named)) is not None:
+@cache  # asked of every config that is estimated
+def _kernel(grouped: bool, implementation: str) -> tuple[str, str]:
+    """(Role, path of the kernel with that role) that configs are of. ValueError: they are of none."""
+    for role in (FWD_GROUPED,) if grouped else (FWD_SPLIT_GROUPED, FWD_SPLIT):
+        if (path := role_kernel(role, implementation)) is not None:
             return role, path
-    raise ValueError(f"config: got {named!r:.40}, which no kernel that splits keys is")
+    raise ValueError(f"config: got {implementation!r:.40}, which no kernel that splits keys is")
 
 
 def role_of(config: Config) -> str:
-    """Of the kernel that a config is of."""
-    return _path_of(config)[0]
+    """Of the kernel that a config is of: entries tell the role, with the implementation."""
+    return _kernel(is_grouped(config), implementation_of(config))[0]
 
 
 def splitting(config: Config) -> Variant:
     """The kernel that a config is of."""
-    return variant_named(_path_of(config)[1])
+    return variant_named(_kernel(is_grouped(config), implementation_of(config))[1])
 
 
 def sums(problem: Problem, splits: int, start: int = 0) -> list[Workspace]:
