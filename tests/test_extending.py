@@ -424,6 +424,12 @@ def test_another_kernel_of_a_role_is_two_files(tree: Path, run: Callable[..., st
     assert after["runs"] == ["sm80/few", "sm80/merged"] and after["split"]["IMPLEMENTATION"] == "few"
     assert after["even"] and round(after["times"], 3) == 6
 
+    for name, other in (("pointer", "portable/fwd_split"), ("warp_specialized", "sm90/fwd_split")):
+        space.write_text(space.read_text(encoding="utf-8").replace('"few"', f'"{name}"'), encoding="utf-8")
+        both = run("-c", f"try:\n    exec({SPLIT_CALL!r})\nexcept ValueError as e:\n    print(e)", TRITON_INTERPRET="1")
+        assert f"are both {name}" in both and "sm80/few" in both and other in both
+        space.write_text(space.read_text(encoding="utf-8").replace(f'"{name}"', '"few"'), encoding="utf-8")
+
 
 #: Which kernel puts parts together on these GPUs.
 COMBINED = """
@@ -463,10 +469,11 @@ def test_a_kernel_that_lacks_what_its_role_asks_is_refused_by_name(tree: Path, r
     )
     assert run("-c", COMBINED).splitlines() == [said, said]
     edit(kernel, 'role="fwd_combine"', 'role="combine"')
-    failed = run(
-        "-c", "try:\n    import fa2tune.compiling.registry as r; r.variants()\nexcept ValueError as e: print(e)"
-    )
-    assert failed.startswith("kernels/sm80/merged.py: role: got 'combine', allowed are \"packed_order\", ")
+    listed = "try:\n    import fa2tune.compiling.registry as r; r.variants()\nexcept ValueError as e: print(e)"
+    assert run("-c", listed).startswith("kernels/sm80/merged.py: role: got 'combine', allowed are ")
+    edit(kernel, 'role="combine"', 'ordered_form_of="sm80/no_such"')
+    said = "kernels/sm80/merged.py: ordered_form_of: got 'sm80/no_such', which is no kernel's path"
+    assert run("-c", listed).splitlines() == [said]
 
 
 def test_stray_files_in_a_folder_of_kernels_are_not_read(tree: Path, run: Callable[..., str]) -> None:

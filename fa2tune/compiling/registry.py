@@ -118,6 +118,9 @@ def texts() -> Mapping[str, Stated]:
             for file in sorted(filter(is_module, files)):
                 name = f"{folder}/{file.stem}"
                 found[name] = stated(file.read_text(encoding="utf-8"), f"kernels/{name}.py")
+    for name, text in found.items():
+        if (free := text.ordered_form_of) and free not in found:
+            raise ValueError(f"kernels/{name}.py: ordered_form_of: got {free!r:.60}, which is no kernel's path")
     return found
 
 
@@ -333,12 +336,6 @@ def refused_mask(variant: Variant, spec: Specialization) -> str | None:
     if lacking := sorted(asked - hooks_of(spec.mask)):
         return f"kernels/masks/{spec.mask}.py does not define {', '.join(lacking)}, which {variant.short_name} calls"
     return None
-
-
-def computes(name: str, spec: Specialization) -> bool:
-    """Whether this Triton has a kernel, and the kernel the call's mask."""
-    variant = variants().get(name)
-    return variant is not None and refused_mask(variant, spec) is None
 
 
 def refused_score(variant: Variant, spec: Specialization) -> str | None:

@@ -46,11 +46,19 @@ def unsupported(variant: Variant, spec: Specialization, gpu: Gpu) -> Refusal | N
         return Refusal(
             "architecture", f"{variant.short_name} needs compute capability {needed}; {gpu.name} has {gpu.capability}"
         )
+    if variant.role and not _in_space(variant.role, variant.name, spec, gpu.arch):
+        return Refusal("call", f"the search space of {variant.short_name} has no config for such calls")
     if (why := registry.refused_mask(variant, spec)) is not None:
         return Refusal("mask", why)
     if (why := registry.refused_score(variant, spec)) is not None:
         return Refusal("score", why)
     return None
+
+
+def _in_space(role: str, name: str, spec: Specialization, arch: int) -> bool:
+    """Whether the search space of a kernel with a role has a config for such calls."""
+    asked = ROLES[role].asked
+    return not asked or bool(getattr(registry.space_file(name), asked)(spec, arch))
 
 
 def supports(variant: Variant, spec: Specialization, gpu: Gpu) -> bool:
@@ -60,8 +68,7 @@ def supports(variant: Variant, spec: Specialization, gpu: Gpu) -> bool:
 
 def _computes(role: str, name: str, spec: Specialization, arch: int) -> bool:
     """Whether a kernel with a role does. The file of one that any GPU can run is not run for that: it computes every mask."""
-    text, asked = registry.texts()[name], ROLES[role].asked
-    if not text.runs_on(arch) or (asked and not getattr(registry.space_file(name), asked)(spec, arch)):
+    if not registry.texts()[name].runs_on(arch) or not _in_space(role, name, spec, arch):
         return False
     if name.startswith(f"{PORTABLE_FOLDER}/"):
         return True

@@ -57,11 +57,14 @@ def parts_of(config: Config) -> int:
 
 @cache  # asked of every config that is estimated
 def _kernel(grouped: bool, implementation: str) -> tuple[str, str]:
-    """(Role, path of the kernel with that role) that configs are of. ValueError: they are of none."""
-    for role in (FWD_GROUPED,) if grouped else (FWD_SPLIT_GROUPED, FWD_SPLIT):
-        if (path := role_kernel(role, implementation)) is not None:
-            return role, path
-    raise ValueError(f"config: got {implementation!r:.40}, which no kernel that splits keys is")
+    """(Role, path of the kernel with that role) that configs are of. ValueError: they are of none, or of several."""
+    roles = (FWD_GROUPED,) if grouped else (FWD_SPLIT_GROUPED, FWD_SPLIT)
+    found = [(role, path) for role in roles if (path := role_kernel(role, implementation)) is not None]
+    if not found:
+        raise ValueError(f"config: got {implementation!r:.40}, which no kernel that splits keys is")
+    if len(found) > 1:
+        raise ValueError(f"{found[0][1]} and {found[1][1]} are both {implementation}")
+    return found[0]
 
 
 def role_of(config: Config) -> str:

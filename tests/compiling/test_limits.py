@@ -88,6 +88,9 @@ def test_reasons_say_what_is_needed_and_what_there_is() -> None:
         ("sm90/fwd", H200, {"score": "softcap"}, "score"),
         ("sm90/fwd", H200, {}, None),
         ("portable/fwd", A100, {"score": "softcap"}, None),
+        ("sm90/bwd_dq_split", A100, {}, "architecture"),
+        ("sm90/bwd_dq_split", H200, {"dtype": "fp32"}, "call"),
+        ("sm90/bwd_dq_split", H200, {}, None),
     ],
 )
 def test_what_no_config_of_a_kernel_computes(kernel: str, gpu: gpus.Gpu, changes: dict[str, str], name: str) -> None:
