@@ -88,11 +88,18 @@ PEER, STEADY_PEER = "SDPA FlashAttention-2", "SDPA FlashAttention-2, determinist
 IN_ORDER = "in order"  #: how the names of such methods begin
 
 
+def ordered_kernel(free: Variant) -> Variant:
+    """The one with dQ summed in a fixed order."""
+    found = registry.ordered_form(free)
+    assert found is not None
+    return found
+
+
 def ordered_choice(problem: Problem, config: Config, gpu: Gpu, buffers: int = 0) -> Choice:
     """The config with dQ summed in a fixed order, by so many programs a head, or by as many as suit ``gpu``."""
     buffers = buffers or ordered.buffers_of(problem, config, gpu)[0]
     free = registry.variant_of("bwd_fused", config)
-    return Choice(registry.variant_named(registry.IN_ORDER[free.name]), {**config, "DQ_BUFFERS": buffers})
+    return Choice(ordered_kernel(free), {**config, "DQ_BUFFERS": buffers})
 
 
 def _asked(variant: Variant, spec: Specialization, config: Config) -> Asked:
@@ -186,7 +193,7 @@ def _binaries(cell: Cell) -> Iterator[Asked]:
     for config in cell.configs:
         forms: list[Config | Choice] = [config]
         if cell.in_order and cell.pass_ == "bwd":  # two sums: with one there is nothing to set to zero
-            ours = registry.variant_named(registry.IN_ORDER[registry.variant_of(kernel, config).name])
+            ours = ordered_kernel(registry.variant_of(kernel, config))
             forms.append(Choice(ours, {**config, "DQ_BUFFERS": 2}))
         for form in forms:
             for variant, its_config in passes.runs(kernel, spec, form, ARCH):
@@ -269,7 +276,7 @@ def wrong(pass_: str, dim: int, mask: str, config: tuple[tuple[str, Any], ...]) 
     try:
         if "DQ_BUFFERS" in asked:
             forward = registry.portable_of("fwd").space.default(spec, ARCH)
-            in_order = Choice(registry.variant_named(registry.IN_ORDER[variant.name]), asked)
+            in_order = Choice(ordered_kernel(variant), asked)
             configs = {"fwd": forward, variant.serves: in_order}
             verify.check_backward(configs, spec, FUSED, "cuda")  # type: ignore[arg-type]
         else:

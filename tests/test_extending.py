@@ -370,6 +370,112 @@ def test_two_portable_kernels_are_an_error(tree: Path, run: Callable[..., str]) 
     assert said.startswith("kernel fwd: portable/alt and portable/fwd are both portable, as their configs have LOADS")
 
 
+#: A call of few queries, whose keys are split among programs; how its output relates to the right one, and what runs.
+SPLIT_CALL = """
+import json, torch, fa2tune
+from fa2tune.calling.schedules import key_splits_schedule
+from fa2tune.measuring import reference
+from fa2tune.spec.mask import CAUSAL
+key_splits_schedule.MEASURED_ON = (80, 90)  # the interpreter passes for an A100
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, heads, length, 16) for heads, length in ((4, 2), (2, 400), (2, 400)))
+o = fa2tune.attention(q, k, v, causal=True)
+exact = reference.attention(q.double(), k.double(), v.double(), mask=CAUSAL)[0]
+served = fa2tune.explain(q, k, v, causal=True).kernels[0]
+print(json.dumps({"runs": list(served.runs), "split": served.split, "times": float((o / exact).median()),
+                  "even": bool((o / exact).std() < 1e-3)}))
+"""
+
+
+def helper(tree: Path, kernel: str, name: str, factor: tuple[str, str]) -> tuple[Path, Path]:
+    """A copy of a portable kernel in another folder, of which ``factor`` changes a line so that results tell; the file of its
+    search space."""
+    for folder in ("kernels", "search_spaces"):
+        shutil.copy(tree / folder / "portable" / f"{kernel}.py", tree / folder / "sm80" / f"{name}.py")
+    copy = tree / "kernels" / "sm80" / f"{name}.py"
+    edit(copy, *factor)
+    edit(copy, f"fa2tune.search_spaces.portable.{kernel}", f"fa2tune.search_spaces.sm80.{name}")
+    return copy, tree / "search_spaces" / "sm80" / f"{name}.py"
+
+
+THRICE = "acc / total[:, None])", "3.0 * acc / total[:, None])"  # of fwd_combine
+
+
+def test_another_kernel_of_a_role_is_two_files(tree: Path, run: Callable[..., str]) -> None:
+    """What puts parts together, and a forward with keys in parts, each served in place of the portable one."""
+
+    def called() -> Any:
+        return json.loads(run("-c", SPLIT_CALL, TRITON_INTERPRET="1").splitlines()[-1])
+
+    before = called()
+    assert before["runs"] == ["fwd_split", "fwd_combine"] and before["even"] and round(before["times"], 3) == 1
+    helper(tree, "fwd_combine", "merged", THRICE)
+    after = called()
+    assert after["runs"] == ["fwd_split", "sm80/merged"] and after["split"] == before["split"]
+    assert after["even"] and round(after["times"], 3) == 3
+
+    doubled = "acc, mask=mask)\n        if LEFT_BOUNDED", "2.0 * acc, mask=mask)\n        if LEFT_BOUNDED"
+    kernel, space = helper(tree, "fwd_split", "few", doubled)
+    edit(space, '"LOADS": DESCRIPTOR if described else POINTER,', '"IMPLEMENTATION": "few",')
+    named(space, "few")
+    edit(kernel, '{"k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV")}', "{}")
+    edit(kernel, '{"NEGATE": spec.negate}', '{"NEGATE": spec.negate, "LOADS": "pointer"}')
+    after = called()
+    assert after["runs"] == ["sm80/few", "sm80/merged"] and after["split"]["IMPLEMENTATION"] == "few"
+    assert after["even"] and round(after["times"], 3) == 6
+
+    for name, other in (("pointer", "portable/fwd_split"), ("warp_specialized", "sm90/fwd_split")):
+        space.write_text(space.read_text(encoding="utf-8").replace('"few"', f'"{name}"'), encoding="utf-8")
+        both = run("-c", f"try:\n    exec({SPLIT_CALL!r})\nexcept ValueError as e:\n    print(e)", TRITON_INTERPRET="1")
+        assert f"are both {name}" in both and "sm80/few" in both and other in both
+        space.write_text(space.read_text(encoding="utf-8").replace(f'"{name}"', '"few"'), encoding="utf-8")
+
+
+#: Which kernel puts parts together on these GPUs.
+COMBINED = """
+from fa2tune.compiling import registry, support
+from fa2tune.spec.problem import Specialization
+for arch in (80, 90):
+    try:
+        print(support.companion("fwd_combine", Specialization("bf16", 64, 64, "full"), arch).name)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_two_kernels_of_a_role_for_the_same_gpus_are_an_error(tree: Path, run: Callable[..., str]) -> None:
+    kernel, _ = helper(tree, "fwd_combine", "merged", THRICE)
+    edit(kernel, '    role="fwd_combine",\n', '    role="fwd_combine",\n    max_arch=80,\n')
+    assert run("-c", COMBINED).splitlines() == ["sm80/merged", "portable/fwd_combine"]
+    for folder in ("kernels", "search_spaces"):
+        shutil.copy(tree / folder / "sm80" / "merged.py", tree / folder / "sm80" / "again.py")
+    edit(tree / "kernels" / "sm80" / "again.py", "sm80.merged", "sm80.again")
+    both, portable = run("-c", COMBINED).splitlines()
+    assert both.startswith("role fwd_combine: sm80/again and sm80/merged both compute such a call on 8.0")
+    assert portable == "portable/fwd_combine"
+    edit(kernel, "max_arch=80", "max_arch=89")  # the other is of fewer GPUs
+    assert run("-c", COMBINED).splitlines() == ["sm80/again", "portable/fwd_combine"]
+
+
+def test_a_kernel_that_lacks_what_its_role_asks_is_refused_by_name(tree: Path, run: Callable[..., str]) -> None:
+    kernel, space = helper(tree, "fwd_combine", "merged", THRICE)
+    edit(kernel, '"stats": "fp32", ', "")
+    edit(space, '        "SPLITS": tuple(', '        "PARTS": tuple(')
+    edit(space, "def config_of(arch: int, splits: int)", "def config_of(arch: int, parts: int)")
+    edit(space, '"SPLITS": splits', '"SPLITS": parts')
+    said = (
+        "kernels/sm80/merged.py: role fwd_combine: it lacks tensor stats, dimension SPLITS of its search space, "
+        "config_of(arch, splits) of its search space's file (fa2tune/spec/roles.py)"
+    )
+    assert run("-c", COMBINED).splitlines() == [said, said]
+    edit(kernel, 'role="fwd_combine"', 'role="combine"')
+    listed = "try:\n    import fa2tune.compiling.registry as r; r.variants()\nexcept ValueError as e: print(e)"
+    assert run("-c", listed).startswith("kernels/sm80/merged.py: role: got 'combine', allowed are ")
+    edit(kernel, 'role="combine"', 'ordered_form_of="sm80/no_such"')
+    said = "kernels/sm80/merged.py: ordered_form_of: got 'sm80/no_such', which is no kernel's path"
+    assert run("-c", listed).splitlines() == [said]
+
+
 def test_stray_files_in_a_folder_of_kernels_are_not_read(tree: Path, run: Callable[..., str]) -> None:
     for folder in ("kernels", "search_spaces"):
         (tree / folder / "portable" / ".#fwd.py").symlink_to("someone@somewhere.1234")

@@ -65,6 +65,7 @@ WORDS: Mapping[str, str] = {
     "architecture": "other compute capability",
     "interpreter": "no interpreter runs it",
     "instruction_cache": "loop exceeds the instruction cache",
+    "call": "a call that this kernel does not compute",
     "mask": "a mask that this kernel does not compute",
     "score": "a score term that this kernel does not compute",
     "extent": "packed sequences, which this kernel does not compute",

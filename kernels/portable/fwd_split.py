@@ -109,6 +109,7 @@ def fwd_split_kernel(
 
 
 VARIANT = Variant(
+    role="fwd_split_grouped",
     kernel=fwd_split_kernel,
     space=SPACE,
     tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "o_parts": "fp32", "stats": "fp32"},

@@ -105,6 +105,7 @@ def _workspaces(problem: Problem, config: Config) -> Workspaces:
 
 
 VARIANT = Variant(
+    ordered_form_of="sm80/bwd_fused",
     kernel=bwd_ordered_sm80_kernel,
     space=bwd_fused.IN_ORDER,
     tensors={

@@ -189,6 +189,7 @@ def bwd_dkdv_ds_hopper_kernel(
 
 
 VARIANT = Variant(
+    role="bwd_stored_ds",
     kernel=bwd_dkdv_ds_hopper_kernel,
     space=space.SPACE,
     tensors={"q": "", "k": "", "v": "", "do": "", "lse": "fp32", "delta": "fp32", "ds": "", "dk": "", "dv": "",

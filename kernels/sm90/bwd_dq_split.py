@@ -151,6 +151,7 @@ def bwd_dq_hopper_split_kernel(
 
 
 VARIANT = Variant(
+    role="bwd_dq_split",
     kernel=bwd_dq_hopper_split_kernel,
     space=bwd_dq_split.SPACE,
     tensors={"q": "", "k": "", "v": "", "o": "", "do": "", "dlse": "fp32", "lse": "fp32", "delta": "fp32", "dq_parts": "fp32",

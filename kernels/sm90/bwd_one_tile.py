@@ -368,6 +368,7 @@ def bwd_hopper_one_tile_kernel(
 
 
 VARIANT = Variant(
+    role="bwd_one_tile",
     kernel=bwd_hopper_one_tile_kernel,
     space=space.SPACE,
     tensors={"q": "", "k": "", "v": "", "o": "", "do": "", "dlse": "fp32", "lse": "fp32", "dq": "", "dk": "", "dv": ""},

@@ -282,6 +282,7 @@ def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
 
 
 VARIANT = Variant(
+    role="fwd_grouped",
     kernel=fwd_hopper_grouped_kernel,
     space=fwd_grouped.SPACE,
     tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "q_rest": "", "k_rest": "", "v_rest": "", "o_rest": "",

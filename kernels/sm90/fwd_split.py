@@ -278,6 +278,7 @@ def _workspaces(problem: Problem, config: Config) -> Workspaces:
 
 
 VARIANT = Variant(
+    role="fwd_split",
     kernel=fwd_hopper_split_kernel,
     space=fwd_split.SPACE,
     tensors={"q": "", "k": "", "v": "", "o_parts": "fp32", "stats": "fp32", "q_rest": "", "k_rest": "", "v_rest": "",

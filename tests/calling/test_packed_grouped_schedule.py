@@ -21,6 +21,7 @@ from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Config, Problem, bucket_of
+from fa2tune.spec.roles import FWD_GROUPED
 from fa2tune.spec.score import score_of
 
 H200 = gpus.named("h200")
@@ -134,7 +135,7 @@ def test_explain_and_precompile() -> None:
     assert "fwd: short sequences or a narrow window, so sm90/fwd_grouped runs instead" in str(found)
     choice = choosing.choose(SHORT, "fwd", H200, True)
     listed = list(precompile._by_shape("fwd", SHORT, choice, 90))
-    tiles = {config["MEMBERS"] for variant, config, _ in listed if variant.name == key_splits.GROUPED_KERNEL}
+    tiles = {config["MEMBERS"] for variant, config, _ in listed if variant.role == FWD_GROUPED}
     assert tiles == {2, 4, 8, 16, 32}
     orders = {config["BLOCK_Q"] for variant, config, _ in listed if variant.short_name == "packed_order"}
     assert {rows // members for rows in fwd_grouped.ROWS for members in tiles} <= orders

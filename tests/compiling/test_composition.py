@@ -163,6 +163,8 @@ def test_a_parameter_that_a_callback_does_not_use_does_not_count(edit: Edit) -> 
     [
         ("VARIANT = described(SPACE, serves='fwd')", "VARIANT = described(SPACE)"),
         ("VARIANT: Variant = Variant(kernel, serves='fwd')", "VARIANT: Variant = Variant(kernel)"),
+        ("VARIANT = described(SPACE, role='fwd_combine', ordered_form_of='sm80/one')", "VARIANT = described(SPACE)"),
+        ("VARIANT = Variant(kernel, role='fwd_combine', ordered_form_of='sm80/one')", "VARIANT = Variant(kernel)"),
         ("OTHER = table(serves='fwd')", None),
         ("@triton.jit\ndef one(x, _y):\n    return dot(x, serves=2)", None),
         ("@triton.jit\ndef one(x, serves):\n    return dot(x, serves)", None),

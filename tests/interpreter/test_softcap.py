@@ -12,7 +12,7 @@ from test_kernels import problem, run
 import fa2tune
 from fa2tune import gpus
 from fa2tune.calling import choosing, explanation, serving
-from fa2tune.compiling import limits
+from fa2tune.compiling import support
 from fa2tune.compiling.registry import portable_of, refused_score, variants
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
@@ -119,7 +119,7 @@ def test_a_wrong_cap_is_named(softcap, error):
 
 
 def test_kernels_without_the_hooks_leave_it_to_the_portable_ones(monkeypatch):
-    monkeypatch.setattr(limits, "interpreted", lambda: False)  # what an H200 would take
+    monkeypatch.setattr(support, "interpreted", lambda: False)  # what an H200 would take
     h200 = gpus.named("h200")
     asked = replace(problem("bf16", 4096, 4096, 128, heads=(16, 16), batch=4), mask=CAUSAL, score=score_of(50.0))
     for kernel in ("fwd", "bwd_dq", "bwd_dkdv", "bwd_fused"):

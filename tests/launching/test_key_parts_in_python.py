@@ -57,7 +57,7 @@ class SplitGpu(PythonGpu):
         problem = passes.describe(q, k, v, call.mask, scale, extent=extent)
         config = fwd_split.config_of(problem.specialization, settings["BLOCK_M"], settings["SPLITS"]) | settings
         assert all(config[name] in values for name, values in fwd_split.SPACE.dimensions.items())
-        assert config["BLOCK_M"] in key_splits.hopper_tiles(problem, 90)
+        assert config["BLOCK_M"] in key_splits.split_tiles(problem, 90)
         tensors = {"q": q, "k": k, "v": v, "o": unset(q, call.dims[1]), "lse": torch.full(q.shape[:3], torch.nan)}
         tensors |= {
             name: one if wrong is None else torch.tensor(wrong, dtype=torch.int32)

@@ -100,11 +100,11 @@ def buffers_of(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, float]:
 def instead_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
     """What serves a deterministic call in place of ``free``, the choice of the fused kernel that serves others; None: that has
     no such form, or the split kernels are expected to be faster."""
-    name = registry.IN_ORDER.get(free.variant.name)
-    if name is None or problem.is_empty or problem.extent.ragged:
+    form = None if problem.is_empty or problem.extent.ragged else registry.ordered_form(free.variant)
+    if form is None:
         return None
     parts = group_parts_schedule.parts_of(problem, KERNEL, free, gpu)
     buffers, speed = buffers_of(group_parts.split(problem, parts), free.config, gpu)
     if speed < LEAST_SPEED:
         return None
-    return replace(free, variant=registry.variant_named(name), config={**free.config, "DQ_BUFFERS": buffers})
+    return replace(free, variant=form, config={**free.config, "DQ_BUFFERS": buffers})
