@@ -242,17 +242,17 @@ from fa2tune.spec.scorefile import ScoreHooks
 
 
 @triton.jit
-def apply(scores, score):
+def apply(scores, score, rows, columns, offset, batch, head):
     return scores / (1.0 + tl.abs(scores) * score[0])
 
 
 @triton.jit
-def grad(ds, scores, score):
+def grad(ds, scores, score, rows, columns, offset, batch, head):
     slope = 1.0 - tl.abs(scores) * score[0]
     return ds * slope * slope
 
 
-def transformed(scores, values):
+def transformed(scores, values, _places):
     return scores / (1.0 + scores.abs() / values[0])
 
 

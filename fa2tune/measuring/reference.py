@@ -15,6 +15,7 @@ import torch
 from fa2tune.spec.mask import FULL, Mask
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.score import NONE, Score
+from fa2tune.spec.scorefile import Places
 
 DTYPE_OF_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -76,11 +77,13 @@ def attention(
     group = heads_q // heads_kv
     # the query heads of one key head are one tall matrix: [B, Hkv, G * Sq, D]
     scores = q.reshape(batch, heads_kv, group * seqlen_q, head_dim) @ k.transpose(2, 3) * scale
-    scores = score.transformed(scores)
+    rows = torch.arange(seqlen_q, device=q.device).repeat(group)[:, None]
+    keys = torch.arange(seqlen_k, device=q.device)
+    sequences = torch.arange(batch, device=q.device)[:, None, None, None]
+    heads = torch.arange(heads_q, device=q.device).repeat_interleave(seqlen_q).reshape(heads_kv, group * seqlen_q, 1)
+    scores = score.transformed(scores, Places(rows, keys, seqlen_k - seqlen_q, sequences, heads))
     blind = None
     if mask != FULL:
-        rows = torch.arange(seqlen_q, device=q.device).repeat(group)[:, None]
-        keys = torch.arange(seqlen_k, device=q.device)
         hidden = ~mask.visible(rows, keys, seqlen_q, seqlen_k)  # [G * Sq, Sk]
         blind = hidden.all(1, keepdim=True)  # [G * Sq, 1]
         # blind rows keep their scores: all -inf would put NaN into the gradient; they are zeroed below

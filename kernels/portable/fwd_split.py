@@ -44,6 +44,7 @@ def fwd_split_kernel(
     rows = start + tl.arange(0, BLOCK_M)
     first, count = queries_of(start, group, seqlen_q, BLOCK_M)
     queries = rows // group
+    head_q = h_kv * group + rows - queries * group
     offset = seqlen_k - seqlen_q
     q_tile = load_queries(
         q, b, h_kv, rows, group, seqlen_q, stride_qb, stride_qh, stride_qm, HEAD_DIM, BLOCK_D
@@ -65,12 +66,12 @@ def fwd_split_kernel(
         scores = dot(q_tile, tl.trans(k_tile), PRECISION)  # [M, N]
         if NEGATE:
             scores = -scores
-        scores = APPLY(scores, score)
+        columns = n + tl.arange(0, BLOCK_N)
+        scores = APPLY(scores, score, queries[:, None], columns[None, :], offset, b, head_q[:, None])
         outside = n + BLOCK_N > full_end
         if LEFT_BOUNDED:
             outside = outside | (n < full_begin)
         if outside:
-            columns = n + tl.arange(0, BLOCK_N)
             seen = KEEP(queries[:, None], columns[None, :], offset, seqlen_k, window)
             scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1) * qk_scale)
