@@ -21,7 +21,7 @@ from fa2tune.kernels.lib.common import (
     store_tile,
     tile_and_head,
 )
-from fa2tune.kernels.lib.extent import packed_tiles, place, sequence_of
+from fa2tune.kernels.lib.extent import packed_sequence, packed_tiles, place
 from fa2tune.spec.variant import Variant
 
 
@@ -111,7 +111,7 @@ def bwd_keys_kernel(
         tile, first_k, seqlen_k, first_q, seqlen_q = place(
             cu_seqlens_k, cu_seqlens_q, batch, seqlen_k, seqlen_q, number, BLOCK_N
         )
-        sequence = sequence_of(number, tile, first_k, BLOCK_N)
+        sequence = packed_sequence(number, tile, first_k, BLOCK_N)
         batch = 1
         k += first_k.to(tl.int64) * stride_kn
         v += first_k.to(tl.int64) * stride_vn

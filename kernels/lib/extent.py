@@ -25,7 +25,7 @@ def packed_tiles(total, sequences, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sequence_of(number, tile, first, BLOCK: tl.constexpr):
+def packed_sequence(number, tile, first, BLOCK: tl.constexpr):
     """Which sequence a tile of ``packed_tiles`` is of: ``number`` in the grid, ``tile`` in the sequence, whose first row is
     ``first``."""
     return number - tile - first // BLOCK

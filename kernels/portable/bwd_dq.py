@@ -20,7 +20,7 @@ from fa2tune.kernels.lib.common import (
     store_tile,
     tile_and_head,
 )
-from fa2tune.kernels.lib.extent import packed_tiles, place, sequence_of
+from fa2tune.kernels.lib.extent import packed_sequence, packed_tiles, place
 from fa2tune.search_spaces.portable.bwd_dq import SPACE
 from fa2tune.spec.variant import Variant
 
@@ -91,7 +91,7 @@ def bwd_dq_kernel(
         tile, first_q, seqlen_q, first_k, seqlen_k = place(
             cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, number, BLOCK_M
         )
-        sequence = sequence_of(number, tile, first_q, BLOCK_M)
+        sequence = packed_sequence(number, tile, first_q, BLOCK_M)
         batch = 1
         q += first_q.to(tl.int64) * stride_qm
         o += first_q.to(tl.int64) * stride_om

@@ -66,12 +66,13 @@ def fwd_split_kernel(
         scores = dot(q_tile, tl.trans(k_tile), PRECISION)  # [M, N]
         if NEGATE:
             scores = -scores
-        columns = n + tl.arange(0, BLOCK_N)
-        scores = APPLY(scores, score, queries[:, None], columns[None, :], offset, b, head_q[:, None])
+        keys = n + tl.arange(0, BLOCK_N)  # vanishes without a term; ``columns`` stay in their place
+        scores = APPLY(scores, score, queries[:, None], keys[None, :], offset, b, head_q[:, None])
         outside = n + BLOCK_N > full_end
         if LEFT_BOUNDED:
             outside = outside | (n < full_begin)
         if outside:
+            columns = n + tl.arange(0, BLOCK_N)
             seen = KEEP(queries[:, None], columns[None, :], offset, seqlen_k, window)
             scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1) * qk_scale)

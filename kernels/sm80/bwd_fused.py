@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from fa2tune.kernels.lib.ampere import Source
 from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, layouts, over_heads, put_keys
 from fa2tune.kernels.lib.common import tile_and_head
-from fa2tune.kernels.lib.extent import packed_tiles, sequence_of
+from fa2tune.kernels.lib.extent import packed_sequence, packed_tiles
 from fa2tune.kernels.lib.gluon_extent import place
 from fa2tune.search_spaces.sm80 import bwd_fused as space
 from fa2tune.spec.problem import Config, Problem
@@ -65,7 +65,7 @@ def bwd_fused_sm80_kernel(
         tile, first_k, seqlen_k, first_q, seqlen_q = place(
             cu_seqlens_k, cu_seqlens_q, batch, seqlen_k, seqlen_q, number, BLOCK_N, WARPS
         )
-        sequence = sequence_of(number, tile, first_k, BLOCK_N)
+        sequence = packed_sequence(number, tile, first_k, BLOCK_N)
         first_row = (first_q // UNIT + sequence).to(gl.int64) * UNIT
         q += first_q.to(gl.int64) * stride_qm
         do += first_q.to(gl.int64) * stride_dom

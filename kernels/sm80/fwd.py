@@ -29,7 +29,7 @@ from fa2tune.kernels.lib.ampere import (
     shared_layout,
 )
 from fa2tune.kernels.lib.common import tile_and_head
-from fa2tune.kernels.lib.extent import packed_tiles, sequence_of
+from fa2tune.kernels.lib.extent import packed_sequence, packed_tiles
 from fa2tune.kernels.lib.gluon_extent import place
 from fa2tune.search_spaces.sm80.fwd import SPACE, STEP, suited
 from fa2tune.spec.problem import head_dim_parts
@@ -269,7 +269,7 @@ def fwd_sm80_kernel(
         tile, first_q, seqlen_q, first_k, seqlen_k = place(
             cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, number, BLOCK_M, WARPS
         )
-        sequence = sequence_of(number, tile, first_q, BLOCK_M)
+        sequence = packed_sequence(number, tile, first_q, BLOCK_M)
         q += first_q.to(gl.int64) * stride_qm
         k += first_k.to(gl.int64) * stride_kn
         v += first_k.to(gl.int64) * stride_vn
