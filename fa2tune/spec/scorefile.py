@@ -40,7 +40,8 @@ class ScoreHooks:
     """What a file says of its term. Its device functions are the hooks that kernels ask: ``SCORE_HOOKS`` of spec/variant.py."""
 
     name: str  #: of the file
-    #: (scores times softmax_scale, values, where they stand) -> what softmax is taken of: tensors of torch, differentiable
+    #: (scores times softmax_scale, values, where they stand) -> what softmax is taken of: tensors of torch, differentiable, of
+    #: one dtype
     transformed: Callable[[Any, ScoreValues, Places], Any]
     values: Mapping[str, tuple[float, float]] = field(
         default_factory=dict
