@@ -10,7 +10,7 @@ SECTOR = 16  #: elements of 32 bytes, of which memory is read
 SPARE_REGISTERS = 32
 #: The same beside a score term, by keys of a block. Compiled with a soft cap, 52 configs of rows and defaults spilled up to 114
 #: words with fewer, and up to 24 with as many.
-SPARE_BESIDE_TERM = {64: 40, 128: 80}
+SPARE_WITH_TERM = {64: 40, 128: 80}
 
 
 def block_dims(spec: Specialization) -> tuple[int, int]:
@@ -50,7 +50,7 @@ def columns(spec: Specialization, config: Config) -> tuple[int, int]:
 
 def spare_registers(spec: Specialization, keys: int) -> int:
     """What a consumer thread of a forward needs beside its tiles, with so many keys a block."""
-    return SPARE_BESIDE_TERM[keys] if spec.scored else SPARE_REGISTERS
+    return SPARE_WITH_TERM[keys] if spec.scored else SPARE_REGISTERS
 
 
 HEAD_DIM_HAS_PARTS = Constraint(
