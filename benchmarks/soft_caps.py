@@ -3,9 +3,10 @@
     python benchmarks/soft_caps.py [--seconds 400] [--out FILE]
 
 Shapes are those of Gemma 2 (head dims 256 and 128, grouped heads, windows) and a few others, bf16, 16k tokens, both passes.
-"served": what the dispatcher chooses; "portable": the best rows of portable kernels, split in the backward. Each is a CUDA graph;
-replays are interleaved in random order; times are medians of seven bursts in microseconds a call. Capped results that differ by
-more than bf16 allows are an error. Needs a GPU of compute capability 9.0. What Triton's cache lacks is compiled first.
+"served": what the dispatcher chooses; "portable": the best rows of portable kernels, split in the backward. Each is a CUDA
+graph; replays are interleaved in random order; times are medians of seven bursts in microseconds a call. Capped results that
+differ by more than bf16 allows are an error. Needs a GPU of compute capability 9.0. What Triton's cache lacks is compiled first
+(``benchmarks/ahead.py`` does so beforehand).
 """
 
 from __future__ import annotations
