@@ -242,17 +242,17 @@ from fa2tune.spec.scorefile import ScoreHooks
 
 
 @triton.jit
-def apply(scores, score):
+def apply(scores, score, rows, columns, offset, batch, head):
     return scores / (1.0 + tl.abs(scores) * score[0])
 
 
 @triton.jit
-def grad(ds, scores, score):
+def grad(ds, scores, score, rows, columns, offset, batch, head):
     slope = 1.0 - tl.abs(scores) * score[0]
     return ds * slope * slope
 
 
-def transformed(scores, values):
+def transformed(scores, values, _places):
     return scores / (1.0 + scores.abs() / values[0])
 
 
@@ -324,6 +324,44 @@ def test_a_score_term_is_one_file(tree: Path, run: Callable[..., str]) -> None:
     assert verdict.startswith("Not tuned")  # the copy has no rows
     explained = run("-m", "fa2tune", "explain", "--gpu", "a100", "--score", "softsign,2", "--json")
     assert json.loads(explained)["problem"]["score"] == "softsign 2"
+
+
+#: A term of rows, columns, sequences and heads: gradients of dense calls, then of packed sequences one by one.
+PLACED_CALLS = """
+import torch, fa2tune
+from fa2tune.measuring import reference, verify
+from fa2tune.spec.mask import CAUSAL
+from fa2tune.spec.problem import Problem
+score, lengths = fa2tune.Score("alibi", 4), ((70, 90), (60, 40))
+def gradients(call, inputs):
+    q, k, v = (t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    o, lse = call(q, k, v, causal=True, return_lse=True, score=score)
+    found = torch.autograd.grad((o, lse), (q, k, v), (inputs.do, inputs.dlse))
+    return {"o": o.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), found))}
+for sides in lengths:
+    inputs = reference.make_inputs(Problem("fp16", 2, 4, 2, *sides, 32, 32, CAUSAL), "cpu", with_dlse=True)
+    found = gradients(fa2tune.attention, inputs)
+    verify.compare(found, *reference.oracle_and_reference(inputs, mask=CAUSAL, score=score))  # raises
+starts = [torch.tensor([0, *side]).cumsum(0).to(torch.int32) for side in zip(*lengths)]
+def packed(q, k, v, **options):
+    o, lse = fa2tune.attention_varlen(*(t[0].transpose(0, 1) for t in (q, k, v)), *starts, **options)
+    return o.transpose(0, 1)[None], lse[None]
+inputs = reference.make_inputs(Problem("fp16", 1, 4, 2, 130, 130, 32, 32, CAUSAL), "cpu", with_dlse=True)
+found, ends = gradients(packed, inputs), [0, 0]
+for number, sides in enumerate(lengths):
+    rows, keys = (slice(end, end + side) for end, side in zip(ends, sides))
+    ends = [rows.stop, keys.stop]
+    one = reference.Inputs(*(getattr(inputs, name)[:, :, keys if name in "kv" else rows]
+                             for name in ("q", "k", "v", "do", "dlse")))
+    right = reference.oracle_and_reference(one, mask=CAUSAL, score=score, sequence=number)
+    verify.compare({name: t[:, :, keys if name in ("dk", "dv") else rows] for name, t in found.items()}, *right)
+print(fa2tune.explain(inputs.q, inputs.k, inputs.v, score=score).problem.score)
+"""
+
+
+def test_a_term_may_take_rows_columns_sequences_and_heads(tree: Path, run: Callable[..., str]) -> None:
+    shutil.copy(ROOT / "tests" / "score_terms" / "alibi.py", tree / "kernels" / "scores")
+    assert run("-c", PLACED_CALLS, TRITON_INTERPRET="1").splitlines()[-1] == "alibi 4"
 
 
 def test_a_gpu_is_one_row(tree: Path, run: Callable[..., str], tmp_path: Path) -> None:

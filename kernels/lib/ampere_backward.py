@@ -90,6 +90,7 @@ class Heads(NamedTuple):
     stride_dom: gl.tensor
     rows_padded: gl.tensor
     count: gl.tensor
+    first: gl.tensor  #: number of the first
 
 
 class Head(NamedTuple):
@@ -100,6 +101,7 @@ class Head(NamedTuple):
     peaks: gl.tensor
     deltas: gl.tensor
     sums: gl.tensor
+    number: gl.tensor
 
 
 class Shared(NamedTuple):
@@ -128,6 +130,7 @@ class Call(NamedTuple):
     window: tuple
     score: tuple
     qk_scale: gl.tensor
+    batch: gl.tensor  #: number of the sequence
 
 
 @gluon.constexpr_function
@@ -179,13 +182,13 @@ def _none(form):
 
 
 @gluon.jit
-def _scores(smem, call, form):
-    """Q K^T [BLOCK_M, BLOCK_N], or transposed, as the score term has it."""
+def _scores(smem, rows, columns, head, call, form):
+    """Q K^T [BLOCK_M, BLOCK_N], or transposed, as the score term has it. ``rows`` and ``columns`` broadcast against it."""
     if form.TRANSPOSED:
         s = a_bt(_none(form), smem.k, smem.q, form.HEAD_DIM, STEP, form.SCORES)
     else:
         s = a_bt(_none(form), smem.q, smem.k, form.HEAD_DIM, STEP, form.SCORES)
-    return form.APPLY(s, call.score)
+    return form.APPLY(s, call.score, rows, columns, call.offset, call.batch, head.number)
 
 
 @gluon.jit
@@ -235,7 +238,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
         ds_by_halves(smem, peak, delta, m, call, STEP, form, MASK)
         dk_acc, dk_more, dv_acc, dv_more = _add_keys(dk_acc, dk_more, dv_acc, dv_more, smem, form)
     elif form.TRANSPOSED:
-        s = _scores(smem, call, form)
+        s = _scores(smem, rows[None, :], call.columns[:, None], head, call, form)
         if form.EARLY:
             dp = _dp(smem, form)
         p = gl.exp2(gl.fma(s, call.qk_scale, peak[None, :]))
@@ -245,7 +248,9 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
                 p = hidden_behind(p, call.columns[:, None], seen[None, :], ZERO)
             else:
                 p = form.HIDE_QUERIES(p, call.columns, m, call.offset, call.seqlen_k, call.window, SCORES)
-        slope = form.GRAD(p, s, call.score)
+        slope = form.GRAD(
+            p, s, call.score, rows[None, :], call.columns[:, None], call.offset, call.batch, head.number
+        )  # fmt: skip
         if not form.EARLY:
             dp = _dp(smem, form)
         ds = (slope * (dp - delta[None, :])).to(dtype)
@@ -259,7 +264,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             dk_acc, dk_more, ds_tile, smem.q, 0, BLOCK_M, form.DK_FIRST, form.DK_OTHER, form.KEYS
         )
     else:
-        s = _scores(smem, call, form)
+        s = _scores(smem, rows[:, None], call.columns[None, :], head, call, form)
         if form.EARLY:
             dp = _dp(smem, form)
         weight = gl.fma(s, call.qk_scale, peak[:, None])
@@ -270,7 +275,9 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             else:
                 weight = form.HIDE(weight, rows, call.start_n, call.offset, call.seqlen_k, call.window, SCORES)
         p = gl.exp2(weight)
-        slope = form.GRAD(p, s, call.score)
+        slope = form.GRAD(
+            p, s, call.score, rows[:, None], call.columns[None, :], call.offset, call.batch, head.number
+        )  # fmt: skip
         smem.p.store(p.to(dtype))
         if form.ONE:
             dv_acc, dv_more = at_b(
@@ -410,10 +417,11 @@ def over_heads(heads, k, v, blocks_of, call, form):
         dv_acc = none_yet(BLOCK_N, form.DV_FIRST, form.KEYS)
         dv_more = none_yet(BLOCK_N, form.DV_OTHER, form.KEYS)
     m = gl.maximum(gl.minimum(begin, end - BLOCK_M), 0)  # no query may see this tile
-    for _g in range(heads.count):
+    for g in range(heads.count):
         async_copy.wait_group(0)  # the copies of the head before, which are not read
         head = Head(
-            Source(q, heads.stride_qm, call.seqlen_q), Source(do, heads.stride_dom, call.seqlen_q), peaks, deltas, sums
+            Source(q, heads.stride_qm, call.seqlen_q), Source(do, heads.stride_dom, call.seqlen_q), peaks, deltas, sums,
+            heads.first + g,
         )  # fmt: skip
         _ask_queries(smem, head, m, form)
         peak = gl.load(peaks + m + gl.arange(0, BLOCK_M, layout=ROW))

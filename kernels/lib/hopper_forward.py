@@ -47,6 +47,7 @@ class Form(NamedTuple):
     O_THROUGH: gl.constexpr
     NUMBERED: gl.constexpr
     NEGATE: gl.constexpr
+    APPLY: gl.constexpr  #: of the score term
     RAGGED: gl.constexpr
     BLOCKS_BELOW: gl.constexpr
     FIRST_BLOCK: gl.constexpr
@@ -69,6 +70,7 @@ class Call(NamedTuple):
     seqlen_k: gl.tensor
     heads_per_wave: gl.tensor
     window: tuple
+    score: tuple  #: run-time numbers of the score term
 
 
 class Shared(NamedTuple):

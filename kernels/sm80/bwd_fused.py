@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from fa2tune.kernels.lib.ampere import Source
 from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, layouts, over_heads, put_keys
 from fa2tune.kernels.lib.common import tile_and_head
-from fa2tune.kernels.lib.extent import packed_tiles
+from fa2tune.kernels.lib.extent import packed_sequence, packed_tiles
 from fa2tune.kernels.lib.gluon_extent import place
 from fa2tune.search_spaces.sm80 import bwd_fused as space
 from fa2tune.spec.problem import Config, Problem
@@ -65,7 +65,7 @@ def bwd_fused_sm80_kernel(
         tile, first_k, seqlen_k, first_q, seqlen_q = place(
             cu_seqlens_k, cu_seqlens_q, batch, seqlen_k, seqlen_q, number, BLOCK_N, WARPS
         )
-        sequence = number - tile - first_k // BLOCK_N
+        sequence = packed_sequence(number, tile, first_k, BLOCK_N)
         first_row = (first_q // UNIT + sequence).to(gl.int64) * UNIT
         q += first_q.to(gl.int64) * stride_qm
         do += first_q.to(gl.int64) * stride_dom
@@ -80,6 +80,8 @@ def bwd_fused_sm80_kernel(
         tile, head = tile_and_head(gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE, False)
     b = head // heads_kv
     h_kv = head % heads_kv
+    if not RAGGED:
+        sequence = b
     start_n = tile * BLOCK_N
     columns = start_n + gl.arange(0, BLOCK_N, layout=COLUMN)
     offset = seqlen_k - seqlen_q
@@ -93,11 +95,13 @@ def bwd_fused_sm80_kernel(
     sums += first_row * BLOCK_D
 
     heads = Heads(
-        q, do, peaks, deltas, sums, stride_qh, stride_qm, stride_doh, stride_dom, rows_padded, group
+        q, do, peaks, deltas, sums, stride_qh, stride_qm, stride_doh, stride_dom, rows_padded, group,
+        h_kv * group,
     )  # fmt: skip
     call = Call(
-        start_n, columns, offset, seqlen_q, seqlen_k, (window_left, window_right), (score_first, score_second), qk_scale
-    )
+        start_n, columns, offset, seqlen_q, seqlen_k, (window_left, window_right), (score_first, score_second), qk_scale,
+        sequence,
+    )  # fmt: skip
     dk_acc, dk_more, dv_acc, dv_more = over_heads(
         heads, Source(k, stride_kn, seqlen_k), Source(v, stride_vn, seqlen_k), QUERY_BLOCKS, call, form
     )  # fmt: skip

@@ -70,7 +70,8 @@ def bwd_ordered_sm80_kernel(
         start_n = tile * BLOCK_N
         columns = start_n + gl.arange(0, BLOCK_N, layout=COLUMN)
         heads = Heads(
-            its_q, its_do, its_peaks, its_deltas, its_sums, stride_qh, stride_qm, stride_doh, stride_dom, rows_padded, group
+            its_q, its_do, its_peaks, its_deltas, its_sums, stride_qh, stride_qm, stride_doh, stride_dom, rows_padded, group,
+            h_kv * group,
         )  # fmt: skip
         call = Call(
             start_n,
@@ -81,6 +82,7 @@ def bwd_ordered_sm80_kernel(
             (window_left, window_right),
             (score_first, score_second),
             qk_scale,
+            b,
         )
         dk_acc, dk_more, dv_acc, dv_more = over_heads(
             heads, Source(its_k, stride_kn, seqlen_k), Source(its_v, stride_vn, seqlen_k), QUERY_BLOCKS, call, form

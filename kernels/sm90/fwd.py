@@ -31,7 +31,7 @@ from fa2tune.kernels.lib.hopper_forward import (
     turns_of,
     where_seen,
 )
-from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys
+from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys, with_term
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     descriptors_of,
@@ -153,8 +153,12 @@ def _one_tile(
         hand_back(barriers.k_empty, done, True, K_EMPTY, form)
 
     # ---- the last block, which may be ragged
-    if form.NEGATE:
-        s = -s
+    if form.RAGGED:
+        sequence, query_head = sequence_of(queue, turn, 4), head
+    else:
+        sequence, query_head = head // call.heads_q, head % call.heads_q
+    seen = Seen(rows, offset, seqlen_k, window, below, done, call.score, sequence, query_head)
+    s = with_term(s, (below - 1) * form.BLOCK_N, seen, form)
     s = form.HIDE(s, rows, (below - 1) * form.BLOCK_N, offset, seqlen_k, window, s_layout)
     peak = gl.maximum(gl.max(s, 1) * qk_scale, LOWEST)
     bounded = False
@@ -170,7 +174,6 @@ def _one_tile(
     total = sum_parts(weights)
     p = to_carry(weights, dtype, p_layout, AS_PAIRS)
     acc = zeros_for(smem.v, ROWS)
-    seen = Seen(rows, offset, seqlen_k, window, below, done)
     if form.RIGHT_BOUNDED:
         acc, total, peak, p = over_keys(
             acc, total, peak, p, 1, n_masked, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, True
@@ -319,11 +322,11 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
 @gluon.jit
 def fwd_hopper_kernel(
     q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, norms, window_left, window_right,
-    q_rest, k_rest, v_rest, o_rest, order, taken,
+    score_first, score_second, q_rest, k_rest, v_rest, o_rest, order, taken,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr,
     CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr, SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
-    RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr,
+    RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr, APPLY: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, RESCALE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr,
     NUMBERED: gl.constexpr, O_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
@@ -373,11 +376,11 @@ def fwd_hopper_kernel(
     out = Outputs(o, lse, norms)
     smem = Shared(q_smem, k_smem, v_smem, o_smem)
     barriers = Barriers(q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
-    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window)
+    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, (score_first, score_second))
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=Q_STAGES, PINGPONG=PINGPONG,
         RESCALE=RESCALE, Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS,
-        WIDEST=WIDEST, NEGATE=NEGATE, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW, FIRST_BLOCK=FIRST_BLOCK,
+        WIDEST=WIDEST, NEGATE=NEGATE, APPLY=APPLY, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW, FIRST_BLOCK=FIRST_BLOCK,
         CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,
         LONGEST_LAST=LONGEST_LAST,
     )  # fmt: skip

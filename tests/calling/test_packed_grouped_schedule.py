@@ -101,7 +101,6 @@ def test_which_drawn_calls_take_them() -> None:
         {"tma": False},
         {"wide": True},
         {"dtype": "fp32"},
-        {"score": score_of(20.0)},
         {"mask": Mask("chunked", 64)},
         {"extent": Extent(RAGGED, 2, 2048)},  # long sequences
         {"heads_q": 4096, "heads_kv": 1024},
@@ -113,6 +112,7 @@ def test_calls_that_the_kernel_is_not_asked_for(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(packed_grouped_schedule, margin, -math.inf)
     assert chosen(SHORT) is not None
     assert chosen(replace(SHORT, **other)) is None
+    assert chosen(replace(SHORT, score=score_of(20.0))) is not None
 
 
 def test_they_have_to_be_worth_their_margins(monkeypatch: pytest.MonkeyPatch) -> None:

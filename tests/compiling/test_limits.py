@@ -85,7 +85,7 @@ def test_reasons_say_what_is_needed_and_what_there_is() -> None:
     ("kernel", "gpu", "changes", "name"),
     [
         ("sm90/fwd", A100, {}, "architecture"),
-        ("sm90/fwd", H200, {"score": "softcap"}, "score"),
+        ("sm90/bwd_dq", H200, {"score": "softcap"}, "score"),
         ("sm90/fwd", H200, {}, None),
         ("portable/fwd", A100, {"score": "softcap"}, None),
         ("sm90/bwd_dq_split", A100, {}, "architecture"),

@@ -94,10 +94,10 @@ def wanted(call: Call, given: dict[str, torch.Tensor], dlse: torch.Tensor | None
     q, k, v, do = (given[name].double() for name in ("q", "k", "v", "do"))
     found = {"o": torch.zeros_like(do), "lse": torch.full(q.shape[:3], -torch.inf, dtype=torch.float64)}
     found |= {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
-    for b, queries, keys in call.places():
+    for number, (b, queries, keys) in enumerate(call.places()):
         leaves = [t[b : b + 1, :, rows].clone().requires_grad_() for t, rows in ((q, queries), (k, keys), (v, keys))]
         options = {"mask": call.mask, "softmax_scale": call.softmax_scale, "score": call.score}
-        o, lse = reference.attention(*leaves, **options)  # type: ignore[arg-type]
+        o, lse = reference.attention(*leaves, **options, sequence=number)  # type: ignore[arg-type]
         found["o"][b, :, queries], found["lse"][b, :, queries] = o[0].detach(), lse[0].detach()
         loss = (o * do[b : b + 1, :, queries]).sum()
         if dlse is not None:
