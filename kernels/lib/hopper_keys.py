@@ -19,7 +19,14 @@ from fa2tune.kernels.lib.hopper_forward import (
     sum_parts,
     to_carry,
 )
-from fa2tune.kernels.lib.hopper_parts import add_products, product_layout, product_of_rows, products_done, tiles_in
+from fa2tune.kernels.lib.hopper_parts import (
+    add_products,
+    product_layout,
+    product_of_rows,
+    products_done,
+    tiles_in,
+    used_of,
+)
 
 
 class Seen(NamedTuple):
@@ -45,7 +52,7 @@ def issue_scores(q_tile, smem, barriers, entry, pred, CONSUMER: gl.constexpr, fo
     mbarrier.wait(barriers.k_ready.index(stage), (entry // form.STAGES) & 1, pred=pred)
     if form.PINGPONG:
         await_turn(CONSUMER)
-    k_tile = tiles_in(smem.k, stage)
+    k_tile = used_of(tiles_in(smem.k, stage), form.USED_D)
     return product_of_rows(q_tile, k_tile, gl.zeros([ROWS, form.BLOCK_N], gl.float32, layout))
 
 

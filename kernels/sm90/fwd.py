@@ -43,9 +43,11 @@ from fa2tune.kernels.lib.hopper_parts import (
     store_in_halves,
     store_parts,
     tiles_in,
+    used_of,
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_tiles, received_tile, sequence_of
+from fa2tune.search_spaces.lib.hopper import used_columns
 from fa2tune.search_spaces.portable.fwd_norms import norms_shape
 from fa2tune.search_spaces.portable.packed_order import order_and_counter
 from fa2tune.search_spaces.sm90 import fwd as space
@@ -136,9 +138,9 @@ def _one_tile(
         if form.RIGHT_BOUNDED:
             done = pass_by(start_m, done, True, seqlen_q, seqlen_k, window, barriers, CONSUMER, form)
         mbarrier.wait(barriers.q_ready.index(q_slot), turn & 1)
-    q_tile = q_shared
+    q_tile = used_of(q_shared, form.USED_D)
     if form.Q_IN_REGISTERS:
-        q_tile = loaded(q_shared, gl.DotOperandLayout(0, s_layout, 2))
+        q_tile = loaded(q_tile, gl.DotOperandLayout(0, s_layout, 2))
     if form.Q_STAGES == 1:
         s = issue_scores(q_tile, smem, barriers, done, True, CONSUMER, form)
         if form.PINGPONG:
@@ -183,21 +185,21 @@ def _one_tile(
     if form.RESCALE == "never":
         exact = gl.where(bounded, n_clear, n_masked)
         if OWN_ADDRESSES and form.RIGHT_BOUNDED:
-            q_tile = q_again(smem.q, q_slot, seqlen_q)
+            q_tile = q_again(smem.q, q_slot, seqlen_q, form)
         acc, total, peak, p = over_keys(
             acc, total, peak, p, n_masked, exact, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, "never", False
         )
         p = repack(p, form.RAGGED)
     if OWN_ADDRESSES and (form.RIGHT_BOUNDED or form.RESCALE == "never"):
         # of packed sequences under no mask the compiler knows n_blocks
-        q_tile = q_again(smem.q, q_slot, n_blocks if form.RIGHT_BOUNDED or not form.RAGGED else seqlen_q)
+        q_tile = q_again(smem.q, q_slot, n_blocks if form.RIGHT_BOUNDED or not form.RAGGED else seqlen_q, form)
     acc, total, peak, p = over_keys(
         acc, total, peak, p, exact, n_clear, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, False
     )
     if form.LEFT_BOUNDED:
         p = repack(p, form.RAGGED)
         if OWN_ADDRESSES:
-            q_tile = q_again(smem.q, q_slot, call.heads_q if form.RAGGED else call.batch)
+            q_tile = q_again(smem.q, q_slot, call.heads_q if form.RAGGED else call.batch, form)
         acc, total, peak, p = over_keys(
             acc, total, peak, p, n_clear, n_blocks, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, True
         )
@@ -220,7 +222,9 @@ def _one_tile(
             done = pass_by(next_m, done, more, next_q, next_k, window, barriers, CONSUMER, form)
         q_slot = ((turn + 1) % form.Q_STAGES) * form.GROUPS + CONSUMER
         mbarrier.wait(barriers.q_ready.index(q_slot), ((turn + 1) // form.Q_STAGES) & 1, pred=more)
-        s_next = issue_scores(tiles_in(smem.q, q_slot), smem, barriers, done, more, CONSUMER, form)
+        s_next = issue_scores(
+            used_of(tiles_in(smem.q, q_slot), form.USED_D), smem, barriers, done, more, CONSUMER, form
+        )
     mbarrier.wait(barriers.v_ready.index(v_entry % form.STAGES), (v_entry // form.STAGES) & 1)
     acc = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_entry % form.STAGES), acc)
     if form.Q_STAGES == 1:  # the divisions run beside P V
@@ -293,7 +297,7 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
         if form.RIGHT_BOUNDED:
             done = pass_by(start_m, done, alive, seqlen_q, seqlen_k, call.window, barriers, CONSUMER, form)
         mbarrier.wait(barriers.q_ready.index(CONSUMER), 0, pred=alive)
-        s = issue_scores(tiles_in(smem.q, CONSUMER), smem, barriers, done, alive, CONSUMER, form)
+        s = issue_scores(used_of(tiles_in(smem.q, CONSUMER), form.USED_D), smem, barriers, done, alive, CONSUMER, form)
         if form.PINGPONG:
             pass_turn_on(CONSUMER, form.GROUPS)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -329,7 +333,7 @@ def fwd_hopper_kernel(
     RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr, APPLY: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, RESCALE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr,
-    NUMBERED: gl.constexpr, O_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    NUMBERED: gl.constexpr, O_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, USED_D: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -380,9 +384,9 @@ def fwd_hopper_kernel(
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=Q_STAGES, PINGPONG=PINGPONG,
         RESCALE=RESCALE, Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS,
-        WIDEST=WIDEST, NEGATE=NEGATE, APPLY=APPLY, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW, FIRST_BLOCK=FIRST_BLOCK,
-        CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,
-        LONGEST_LAST=LONGEST_LAST,
+        WIDEST=WIDEST, USED_D=USED_D, NEGATE=NEGATE, APPLY=APPLY, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,
+        FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED,
+        RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=LONGEST_LAST,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if GROUPS == 1:
@@ -441,6 +445,7 @@ VARIANT = Variant(
     constants=lambda spec, config: {
         "NEGATE": spec.negate,
         **space.blocks(spec, config),
+        "USED_D": used_columns(spec),
         "O_COLUMNS": space.o_columns(spec, config),
         "CONSUMER_REGISTERS": space.registers(config),
     },

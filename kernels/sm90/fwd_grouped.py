@@ -54,9 +54,11 @@ from fa2tune.kernels.lib.hopper_parts import (
     products_done,
     shared_for,
     tiles_in,
+    used_of,
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_members, received_tile, sequence_of
+from fa2tune.search_spaces.lib.hopper import used_columns
 from fa2tune.search_spaces.portable.packed_order import order_and_counter
 from fa2tune.search_spaces.sm90 import fwd, fwd_grouped
 from fa2tune.spec.problem import Config, Problem
@@ -105,7 +107,7 @@ def _one_tile(
     if form.RIGHT_BOUNDED:  # blocks that only later groups see
         ends = form.BLOCKS_BELOW(start + form.BLOCK_M // MEMBERS, seqlen_q, seqlen_k, window, form.BLOCK_N)
         done = pass_entries(done, ends - below, barriers, CONSUMER, form)
-    q_tile = rows_in(smem.q, CONSUMER)
+    q_tile = used_of(rows_in(smem.q, CONSUMER), form.USED_D)
     mbarrier.wait(barriers.q_ready.index(CONSUMER), turn & 1)
     if form.Q_IN_REGISTERS:
         q_tile = loaded(q_tile, gl.DotOperandLayout(0, s_layout, 2))
@@ -222,6 +224,7 @@ def fwd_hopper_grouped_kernel(
     NEGATE: gl.constexpr, APPLY: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MEMBERS: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr, NUMBERED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    USED_D: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -257,7 +260,7 @@ def fwd_hopper_grouped_kernel(
     )
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=1, PINGPONG=PINGPONG,
-        RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS,
+        RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS, USED_D=USED_D,
         WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, APPLY=APPLY, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,
         FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED,
         RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=LONGEST_LAST,
@@ -300,7 +303,7 @@ VARIANT = Variant(
     grid=_grid,
     constants=lambda spec, config: {
         "NEGATE": spec.negate, **fwd_grouped.blocks(spec), "QUERIES": fwd.ROWS // config["MEMBERS"],
-        "CONSUMER_REGISTERS": fwd_grouped.HELD[config["BLOCK_M"]][2],
+        "CONSUMER_REGISTERS": fwd_grouped.HELD[config["BLOCK_M"]][2], "USED_D": used_columns(spec),
     },
     min_arch=90,
     max_arch=90,

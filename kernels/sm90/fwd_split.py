@@ -44,10 +44,11 @@ from fa2tune.kernels.lib.hopper_parts import (
     products_done,
     shared_for,
     tiles_in,
+    used_of,
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_parts, received_tile, sequence_of
-from fa2tune.search_spaces.lib.hopper import part_dims
+from fa2tune.search_spaces.lib.hopper import part_dims, used_columns
 from fa2tune.search_spaces.portable.packed_order import order_and_counter
 from fa2tune.search_spaces.sm90 import fwd, fwd_split
 from fa2tune.spec.problem import Config, Problem
@@ -92,7 +93,7 @@ def _one_part(
     n_clear = n_blocks  # from there on blocks lie under the mask's left side
     if form.LEFT_BOUNDED:
         n_clear = gl.maximum(gl.minimum(below - clear_begin, n_blocks), n_masked)
-    q_tile = tiles_in(smem.q, CONSUMER)
+    q_tile = used_of(tiles_in(smem.q, CONSUMER), form.USED_D)
     mbarrier.wait(barriers.q_ready.index(CONSUMER), turn & 1)
     if form.Q_IN_REGISTERS:
         q_tile = loaded(q_tile, gl.DotOperandLayout(0, s_layout, 2))
@@ -219,6 +220,7 @@ def fwd_hopper_split_kernel(
     NEGATE: gl.constexpr, APPLY: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, NUMBERED: gl.constexpr, EARLY: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    USED_D: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o_parts and stats as kernels/portable/fwd_split.py has them
     IN_PARTS, of SPLITS parts.
@@ -249,7 +251,7 @@ def fwd_hopper_split_kernel(
     call = Call(batch, heads_q, group, seqlen_q, seqlen_k, 0, (window_left, window_right), (score_first, score_second))
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=1, PINGPONG=PINGPONG,
-        RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH="own", NUMBERED=NUMBERED,
+        RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH="own", NUMBERED=NUMBERED, USED_D=USED_D,
         COLUMNS=BLOCK_D + REST_D + BLOCK_DV + REST_DV,
         WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, APPLY=APPLY, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,
         FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED,
@@ -289,6 +291,7 @@ VARIANT = Variant(
     grid=_grid,
     constants=lambda spec, config: {
         "NEGATE": spec.negate, **part_dims(spec, config), "CONSUMER_REGISTERS": fwd_split.HELD[config["BLOCK_M"]][2],
+        "USED_D": used_columns(spec),
     },
     min_arch=90,
     max_arch=90,

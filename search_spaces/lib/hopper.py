@@ -42,6 +42,11 @@ def part_dims(spec: Specialization, config: Config) -> dict[str, int]:
     return {"BLOCK_D": d[0], "REST_D": d[1], "BLOCK_DV": dv[0], "REST_DV": dv[1]}
 
 
+def used_columns(spec: Specialization) -> int:
+    """Of the columns of Q's and K's tiles, the first ones that are not all zeros, in steps of a wgmma."""
+    return -(-spec.head_dim // 16) * 16
+
+
 def columns(spec: Specialization, config: Config) -> tuple[int, int]:
     """Columns of the tiles of Q and K, and of those of V, O and dO: of all parts."""
     found = part_dims(spec, config)

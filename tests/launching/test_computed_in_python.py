@@ -277,6 +277,19 @@ def test_packed_forward_of_few_tiles(gpu: PythonGpu, dims: tuple[int, int], mask
         check_forward(gpu, Call(PACKING, (2, 1), dims, mask, packed=True), {**few, "HEADS_PER_WAVE": heads})
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    ("dims", "settings"),
+    [((112, 112), {}), ((104, 40), {"Q_STAGES": 1}), ((168, 168), {"Q_IN_REGISTERS": True}), ((224, 224), {}), ((240, 80), {}),
+     ((208, 256), {})],
+    ids=str,
+)  # fmt: skip
+def test_columns_that_no_head_dim_fills(
+    gpu: PythonGpu, dims: tuple[int, int], settings: dict[str, Any], packed: bool
+) -> None:
+    check_forward(gpu, Call(PACKING if packed else ((150, 150),), (2, 1), dims, CAUSAL, packed=packed), settings)
+
+
 @pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
 @pytest.mark.parametrize("settings", [{}, BOUNDED], ids=["maxima", "bounds"])
 def test_what_is_packed_with_a_sequence_changes_no_bit(
