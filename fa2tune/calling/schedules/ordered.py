@@ -107,8 +107,8 @@ def instead_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
     config, speed = in_turns(problem, free.config, gpu)
     parts = group_parts_schedule.parts_of(problem, KERNEL, free, gpu)
     buffers, by_buffers = buffers_of(group_parts.split(problem, parts), free.config, gpu)
-    if max(speed, by_buffers) < LEAST_SPEED:
-        return None
     if speed >= BUFFERS_REACH * by_buffers:
-        return replace(free.of_row, config=config)
+        return replace(free.of_row, config=config) if speed >= LEAST_SPEED else None
+    if by_buffers < LEAST_SPEED:
+        return None
     return replace(free, variant=registry.variant_named(name), config={**free.config, "DQ_BUFFERS": buffers})
