@@ -17,6 +17,7 @@ from fa2tune.calling.schedules import ampere_turns, fused_schedule, ordered
 from fa2tune.compiling import registry
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError, NoTritonError, binary_config
+from fa2tune.fleet import precompile
 from fa2tune.launching.launch import CaptureMiss
 from fa2tune.rows import lookup
 from fa2tune.spec.extent import RAGGED, Extent
@@ -215,3 +216,18 @@ def test_other_errors_stay() -> None:
 
     with pytest.raises(CaptureMiss, match="sm80/bwd_ordered"):
         dispatch._backward_plan(choosing.Chooser(posed(), A100, node=NODE), True, make)
+
+
+def test_a_file_of_binaries_has_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch, heads and lengths decide."""
+    turns = chosen(posed())[1]["bwd_fused"]
+    monkeypatch.setattr(ordered, "BUFFERS_REACH", math.inf)
+    buffers = chosen(posed())[1]["bwd_fused"]
+    for one, other in ((turns, buffers), (buffers, turns)):
+        found = ordered.other_form(one)
+        assert found is not None and found.variant is other.variant
+        assert binary_config(found.variant, found.config) == binary_config(other.variant, other.config)
+        asked = precompile._by_shape("bwd_fused", posed(), one, 80)
+        assert other.variant.name in {variant.name for variant, _, _ in asked}
+    free = choosing.choose_backward(choosing.Chooser(posed(), A100, node=NODE), False)[1]["bwd_fused"]
+    assert ordered.other_form(free) is None

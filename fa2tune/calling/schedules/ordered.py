@@ -98,6 +98,18 @@ def in_turns(problem: Problem, config: Config, gpu: Gpu) -> tuple[Config, float]
     return {**asked, "HEADS_PER_WAVE": band}, speed
 
 
+def other_form(choice: Choice) -> Choice | None:
+    """Of one of both forms the other, which serves calls of another batch, heads and lengths; None: it is neither."""
+    free = registry.in_any_order(choice.variant)
+    if choice.variant is not free:
+        config = {name: value for name, value in choice.config.items() if name in free.space.dimensions}
+        return replace(choice, variant=free, config={**config, "IN_ORDER": True})
+    if free.name not in registry.IN_ORDER or not choice.config.get("IN_ORDER"):
+        return None
+    config = {**choice.config, "IN_ORDER": False, "DQ_BUFFERS": 2}
+    return replace(choice, variant=registry.variant_named(registry.IN_ORDER[free.name]), config=config)
+
+
 def instead_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
     """What serves a deterministic call in place of ``free``, the choice of the fused kernel that serves others; None: that has
     no such form, or the split kernels are expected to be faster."""
