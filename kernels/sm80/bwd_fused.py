@@ -5,7 +5,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.ampere import Source
-from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, layouts, over_heads, put_keys
+from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, layouts, over_heads
+from fa2tune.kernels.lib.ampere_keys import put_keys
 from fa2tune.kernels.lib.common import tile_and_head
 from fa2tune.kernels.lib.extent import packed_sequence, packed_tiles
 from fa2tune.kernels.lib.gluon_extent import place
@@ -15,6 +16,7 @@ from fa2tune.spec.variant import Variant, Workspaces
 
 #: Query rows of a block of the workspaces, of packed sequences.
 UNIT = gl.constexpr(space.ROW_UNIT)
+TURN_ROWS = gl.constexpr(space.TURN_ROWS)
 
 
 @gluon.jit
@@ -31,11 +33,13 @@ def bwd_fused_sm80_kernel(
     SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr, P_THROUGH: gl.constexpr, EARLY: gl.constexpr,
     V_IN_REGISTERS: gl.constexpr, SCORES_APART: gl.constexpr, KEYS_APART: gl.constexpr, DK_FIRST: gl.constexpr,
     DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr, DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr,
+    IN_ORDER: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D or DV], k, v [B, Hkv, Sk, D or DV]; peaks, deltas [B, Hq, rows_padded] float32 and sums [B, Hq,
     rows_padded, BLOCK_D] float32, as kernels/sm80/bwd_prepare.py leaves them -> dk [B, Hkv, Sk, D], dv [B, Hkv, Sk, DV], and
-    dS K added to the sums, in the order of ``_places``, still to be multiplied by softmax_scale; the order of these sums is not
-    fixed.
+    dS K added to the sums, in the order of ``_places``, still to be multiplied by softmax_scale. The order of these sums is not
+    fixed without IN_ORDER: then behind the deltas is a turn, 0 at first, for each TURN_ROWS rows: the number of key tiles that
+    have added. A tile waits for the one before it, which has a smaller program number, so runs or has ended.
 
     bf16 or fp16; bases and strides are multiples of 16 bytes.
     P_THROUGH "shared": scores [queries, keys]; P and dS go to the products of dK and dV through shared memory. "one": through
@@ -54,11 +58,14 @@ def bwd_fused_sm80_kernel(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
         WARPS=WARPS, SCORES=LAYOUTS[0], KEYS=LAYOUTS[1], QUERIES=LAYOUTS[2], TRANSPOSED=TRANSPOSED, ONE=P_THROUGH == "one",
         EARLY=EARLY, V_IN_REGISTERS=V_IN_REGISTERS, SCORES_APART=SCORES_APART,
-        KEYS_APART=KEYS_APART, PAIR=LAYOUTS[3], IN_TURNS=False, HIDE=HIDE,
+        KEYS_APART=KEYS_APART, PAIR=LAYOUTS[3], IN_TURNS=False, IN_ORDER=IN_ORDER, HIDE=HIDE,
         HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, LAST_KEY=LAST_KEY, APPLY=APPLY, GRAD=GRAD,
         DK_FIRST=DK_FIRST, DK_OTHER=DK_OTHER, DV_FIRST=DV_FIRST, DV_OTHER=DV_OTHER, DQ_FIRST=DQ_FIRST, DQ_OTHER=DQ_OTHER,
     )  # fmt: skip
     heads_kv = heads_q // group
+    turns = deltas
+    if IN_ORDER:
+        turns += (1 if RAGGED else batch) * heads_q.to(gl.int64) * rows_padded
     # causal: the first key tiles are seen by most queries, so tiles run upwards, longest first
     if RAGGED:
         number, head = tile_and_head(packed_tiles(seqlen_k, batch, BLOCK_N), heads_kv, HEADS_PER_WAVE, False)
@@ -76,6 +83,7 @@ def bwd_fused_sm80_kernel(
         peaks += first_row
         deltas += first_row
         sums += first_row * BLOCK_D
+        turns += first_row // TURN_ROWS
     else:
         tile, head = tile_and_head(gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE, False)
     b = head // heads_kv
@@ -93,9 +101,10 @@ def bwd_fused_sm80_kernel(
     peaks += first_row
     deltas += first_row
     sums += first_row * BLOCK_D
+    turns += first_row // TURN_ROWS
 
     heads = Heads(
-        q, do, peaks, deltas, sums, stride_qh, stride_qm, stride_doh, stride_dom, rows_padded, group,
+        q, do, peaks, deltas, sums, turns, stride_qh, stride_qm, stride_doh, stride_dom, rows_padded, group,
         h_kv * group,
     )  # fmt: skip
     call = Call(
@@ -112,10 +121,12 @@ def bwd_fused_sm80_kernel(
     )  # fmt: skip
 
 
-def _workspaces(problem: Problem, _config: Config) -> Workspaces:
+def _workspaces(problem: Problem, config: Config) -> Workspaces:
     rows = (problem.batch, problem.heads_q, space.padded_rows(problem))
     columns = space.block_dims(problem.specialization)[0]
-    return {"peaks": (rows, "fp32"), "deltas": (rows, "fp32"), "sums": ((*rows, columns), "fp32")}
+    heads, turns = problem.batch * problem.heads_q, rows[2] // space.TURN_ROWS
+    deltas = (heads * (rows[2] + turns),) if config.get("IN_ORDER") else rows
+    return {"peaks": (rows, "fp32"), "deltas": (deltas, "fp32"), "sums": ((*rows, columns), "fp32")}
 
 
 VARIANT = Variant(
@@ -141,6 +152,7 @@ VARIANT = Variant(
     fitted=space.fitted,
     suited=space.suited,
     before=("sm80/bwd_prepare",),
+    passes_before=lambda _spec, config: {"IN_ORDER": True} if config.get("IN_ORDER") else {},
     after=("sm80/bwd_finish",),
     workspaces=_workspaces,
     scalars=lambda problem, _config, _early: {"rows_padded": space.padded_rows(problem)},
