@@ -149,9 +149,8 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @every
 def test_the_same_bits(monkeypatch: pytest.MonkeyPatch, call: Call, settings: dict[str, Any]) -> None:
-    first, *others = (gradients(monkeypatch, call, settings) for _ in range(3))
-    for one in others:
-        assert all(torch.equal(one[name], tensor) for name, tensor in first.items())
+    found = [gradients(monkeypatch, call, settings) for _ in range(3)]
+    assert all(torch.equal(one[name], found[0][name]) for one in found[1:] for name in one)
 
 
 @every
