@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from private_words import EVERYWHERE, IN_NAMES, found_in
+
 ROOT = Path(__file__).parent.parent / "fa2tune"
 TREES = {
     path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
@@ -124,12 +126,8 @@ def module_of(file: str) -> str:
     return "fa2tune." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
-#: Words of this project only; the field's terms are ``PRIVATE`` of test_prose.py. Names that files and databases keep are text.
-PRIVATE = {
-    "astray", "beside", "books", "crown", "crowned", "fate", "hands", "heard", "hopeless", "joined", "judge",
-    "judged", "ledger", "lot", "lots", "nobody", "regret", "road", "roads", "rung", "rungs", "shelf", "shelves",
-    "tells", "today", "told", "ways", "who", "whom", "witness",
-}  # fmt: skip
+#: Names that files and databases keep are text.
+PRIVATE = {*EVERYWHERE, *IN_NAMES}
 #: What reads the configs' BESIDE and FINISH_BESIDE, and a kernel of that name: rows keep both keys, and binaries the name.
 KEPT = {"beside": {
     "calling/schedules/fused_schedule.py", "kernels/lib/hopper_fused.py", "kernels/sm90/bwd_beside.py",
@@ -164,3 +162,29 @@ def test_names_in_the_code_are_the_fields_terms() -> None:
                 if {*name.lower().split("_")} & private:
                     found[name].add(file)
     assert found == {}
+
+
+def texts(tree: ast.Module) -> Iterator[str]:
+    """What is shown to people: text of several words that documents nothing."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    documents = {id(node.body[0].value) for node in ast.walk(tree)
+                 if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and " " in text.strip() and id(node) not in documents:
+            yield text
+
+
+def test_texts_for_people_have_the_fields_terms() -> None:
+    """Errors, screens, reasons of constraints."""
+    found = {
+        file: several
+        for file, tree in {**TREES, **DEVICE_TREES}.items()
+        if (several := [text for text in texts(tree) if found_in(text, EVERYWHERE)])
+    }
+    assert found == {}
+
+
+def test_a_text_is_no_docstring_and_no_parameter() -> None:
+    source = 'def f():\n    """who is told"""\n    print("who is told", f"is told {1}", "who", "BESIDE is needed")\n'
+    assert [text for text in texts(ast.parse(source)) if found_in(text, EVERYWHERE)] == ["who is told", "is told "]
