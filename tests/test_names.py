@@ -105,6 +105,18 @@ def test_a_kernels_path_stands_once() -> None:
     assert {path: files for path, files in found.items() if len(files) > 1} == {}
 
 
+def test_one_file_times_by_events() -> None:
+    """Races and benchmarks call it. Attention within a training step has events of its own, around passes of a model."""
+    found = {
+        path.relative_to(ROOT.parent).as_posix()
+        for folder in (ROOT, ROOT.parent / "benchmarks")
+        for path in folder.rglob("*.py")
+        if any(isinstance(node, ast.Attribute) and node.attr in ("elapsed_time", "do_bench")
+               for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    }  # fmt: skip
+    assert found == {"fa2tune/measuring/timing.py", "benchmarks/gpt_training.py"}
+
+
 def test_threads_of_a_warp_and_of_a_warpgroup_are_no_numbers_in_kernels() -> None:
     """WARP_THREADS and WARPGROUP_THREADS of spec/variant.py, and kernels/lib/warps.py."""
     literal = re.compile(
