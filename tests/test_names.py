@@ -164,15 +164,33 @@ def test_a_type_of_the_host_is_called_as_none_of_a_kernel() -> None:
     assert {name: [*FILES[name]] for name in of_kernels if name in FILES} == {}
 
 
+def names_in(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        names = (getattr(node, field, None) for field in ("id", "name", "attr", "arg", "asname"))
+        yield from (name for name in names if isinstance(name, str))
+
+
 def test_names_in_the_code_are_the_fields_terms() -> None:
     found = defaultdict[str, set[str]](set)
     for file, tree in {**TREES, **DEVICE_TREES}.items():
         private = {word for word in PRIVATE if file not in KEPT.get(word, ())}
-        for node in ast.walk(tree):
-            names = (getattr(node, field, None) for field in ("id", "name", "attr", "arg", "asname"))
-            for name in (name for name in names if isinstance(name, str)):
-                if {*name.lower().split("_")} & private:
-                    found[name].add(file)
+        for name in names_in(tree):
+            if {*name.lower().split("_")} & private:
+                found[name].add(file)
+    assert found == {}
+
+
+#: Plain English in the name of a test or a script.
+PLAIN = {"beside", "heard", "hopeless", "joined", "regret", "tells", "today", "told", "ways"}
+
+
+def test_so_are_those_in_tests_and_scripts() -> None:
+    found = defaultdict[str, set[str]](set)
+    for folder in ("tests", "benchmarks", "examples"):
+        for path in sorted((ROOT.parent / folder).rglob("*.py")):
+            for name in names_in(ast.parse(path.read_text(encoding="utf-8"))):
+                if {*name.lower().split("_")} & (PRIVATE - PLAIN):
+                    found[name].add(path.name)
     assert found == {}
 
 
