@@ -140,10 +140,10 @@ def load(path: Path = COUNTS) -> list[Sample]:
     arch, found = gpus.named(data["gpu"]).arch, []
     for one in data["samples"]:
         facts = data["binaries"][one["binary"]]
-        spec = Specialization(*facts["spec"])
+        spec, space = Specialization(*facts["spec"]), registry.variant_named(facts["kernel"]).space
         binary = Binary(
-            facts["kernel"], spec, one["config"], arch, facts["shared_bytes"], facts["num_warps"], facts["registers"],
-            facts["stack"], "",
+            facts["kernel"], spec, space.completed(one["config"]), arch, facts["shared_bytes"], facts["num_warps"],
+            facts["registers"], facts["stack"], "",
         )  # fmt: skip
         loops = tuple(sass.Loop(**dict(zip(LOOP_FIELDS, values, strict=True))) for values in facts["loops"])
         dims = spec.head_dim, spec.head_dim_v

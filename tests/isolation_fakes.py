@@ -21,7 +21,7 @@ from fa2tune.tuning.search.compile_check import CompileResult
 
 COMPILING = ("abort", "segfault", "stall", "eat", "refuse")
 LAUNCHING = ("illegal", "assert", "hang", "crash", "no_room", "late_hang")
-FATE = {
+STATUS = {
     "abort": "crash", "segfault": "crash", "stall": "timeout", "eat": "out_of_memory", "refuse": "compile_error",
     "illegal": "illegal_access", "assert": "device_assert", "hang": "timeout", "crash": "crash",
     "no_room": "launch_error", "late_hang": "timeout", "check_hang": "timeout",

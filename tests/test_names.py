@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from private_words import EVERYWHERE, IN_NAMES, found_in
+
 ROOT = Path(__file__).parent.parent / "fa2tune"
 TREES = {
     path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
@@ -101,6 +103,18 @@ def test_no_kernel_is_named_by_its_path() -> None:
     assert dict(found) == {}
 
 
+def test_one_file_times_by_events() -> None:
+    """Races and benchmarks call it. Attention within a training step has events of its own, around passes of a model."""
+    found = {
+        path.relative_to(ROOT.parent).as_posix()
+        for folder in (ROOT, ROOT.parent / "benchmarks")
+        for path in folder.rglob("*.py")
+        if any(isinstance(node, ast.Attribute) and node.attr in ("elapsed_time", "do_bench")
+               for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    }  # fmt: skip
+    assert found == {"fa2tune/measuring/timing.py", "benchmarks/gpt_training.py"}
+
+
 def test_threads_of_a_warp_and_of_a_warpgroup_are_no_numbers_in_kernels() -> None:
     """WARP_THREADS and WARPGROUP_THREADS of spec/variant.py, and kernels/lib/warps.py."""
     literal = re.compile(
@@ -122,12 +136,8 @@ def module_of(file: str) -> str:
     return "fa2tune." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
-#: Words of this project only; the field's terms are ``PRIVATE`` of test_prose.py. Names that files and databases keep are text.
-PRIVATE = {
-    "astray", "beside", "books", "crown", "crowned", "fate", "hands", "heard", "hopeless", "joined", "judge",
-    "judged", "ledger", "lot", "lots", "nobody", "regret", "road", "roads", "rung", "rungs", "shelf", "shelves",
-    "tells", "today", "told", "ways", "who", "whom", "witness",
-}  # fmt: skip
+#: Names that files and databases keep are text.
+PRIVATE = {*EVERYWHERE, *IN_NAMES}
 #: What reads the configs' BESIDE and FINISH_BESIDE, and a kernel of that name: rows keep both keys, and binaries the name.
 KEPT = {"beside": {
     "calling/schedules/fused_schedule.py", "kernels/lib/hopper_fused.py", "kernels/sm90/bwd_beside.py",
@@ -152,13 +162,57 @@ def test_a_type_of_the_host_is_called_as_none_of_a_kernel() -> None:
     assert {name: [*FILES[name]] for name in of_kernels if name in FILES} == {}
 
 
+def names_in(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        names = (getattr(node, field, None) for field in ("id", "name", "attr", "arg", "asname"))
+        yield from (name for name in names if isinstance(name, str))
+
+
 def test_names_in_the_code_are_the_fields_terms() -> None:
     found = defaultdict[str, set[str]](set)
     for file, tree in {**TREES, **DEVICE_TREES}.items():
         private = {word for word in PRIVATE if file not in KEPT.get(word, ())}
-        for node in ast.walk(tree):
-            names = (getattr(node, field, None) for field in ("id", "name", "attr", "arg", "asname"))
-            for name in (name for name in names if isinstance(name, str)):
-                if {*name.lower().split("_")} & private:
-                    found[name].add(file)
+        for name in names_in(tree):
+            if {*name.lower().split("_")} & private:
+                found[name].add(file)
     assert found == {}
+
+
+#: Plain English in the name of a test or a script.
+PLAIN = {"beside", "heard", "hopeless", "joined", "regret", "tells", "today", "told", "ways"}
+
+
+def test_so_are_those_in_tests_and_scripts() -> None:
+    found = defaultdict[str, set[str]](set)
+    for folder in ("tests", "benchmarks", "examples"):
+        for path in sorted((ROOT.parent / folder).rglob("*.py")):
+            for name in names_in(ast.parse(path.read_text(encoding="utf-8"))):
+                if {*name.lower().split("_")} & (PRIVATE - PLAIN):
+                    found[name].add(path.name)
+    assert found == {}
+
+
+def texts(tree: ast.Module) -> Iterator[str]:
+    """What is shown to people: text of several words that documents nothing."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    documents = {id(node.body[0].value) for node in ast.walk(tree)
+                 if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and " " in text.strip() and id(node) not in documents:
+            yield text
+
+
+def test_texts_for_people_have_the_fields_terms() -> None:
+    """Errors, screens, reasons of constraints."""
+    found = {
+        file: several
+        for file, tree in {**TREES, **DEVICE_TREES}.items()
+        if (several := [text for text in texts(tree) if found_in(text, EVERYWHERE)])
+    }
+    assert found == {}
+
+
+def test_a_text_is_no_docstring_and_no_parameter() -> None:
+    source = 'def f():\n    """who is told"""\n    print("who is told", f"is told {1}", "who", "BESIDE is needed")\n'
+    assert [text for text in texts(ast.parse(source)) if found_in(text, EVERYWHERE)] == ["who is told", "is told "]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+from private_words import EVERYWHERE, IN_PROSE
 
 import fa2tune
 from fa2tune.cli import main
@@ -18,17 +19,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md",
 LONGEST = 35  #: words of a sentence
 LONGEST_CELL = 60  #: words of a table's cell, figures included
 
-#: Words of this project only, or of a story. The field's term stands behind each.
-PRIVATE = {
-    "astray": "operand check", "beside": "next to, overlapped with", "book": "log", "books": "log", "crown": "select",
-    "crowned": "selected", "fate": "status", "hand": "pass", "handed": "passed", "hands": "workers; passes",
-    "heard": "received", "joined": "merged", "judge": "check", "judged": "checked", "ledger": "failure record",
-    "lot": "job", "lots": "jobs", "regret": "lookup cost", "road": "strategy", "roads": "strategies",
-    "rung": "step of the lookup", "rungs": "steps of the lookup", "shelf": "store", "tells": "says", "told": "signalled",
-    "way": "implementation", "ways": "implementations", "witness": "clock monitor",
-    "nobody": "nothing", "who": "that", "whom": "that",
-    "evening": "the date", "morning": "the date", "night": "the date", "today": "now", "session": "run",
-}  # fmt: skip
+PRIVATE = {**EVERYWHERE, **IN_PROSE}
 DATE_OR_COMMIT = r"\d{4}-\d\d-\d\d|(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}"
 DIARY = re.compile(rf"\b(as before|this time|(that|of the) day|so far as was seen|{DATE_OR_COMMIT})\b", re.IGNORECASE)
 

@@ -118,6 +118,8 @@ def check(kernel, config, spec, arch, device, small=False):
     _log("check", kernel, spec.dtype, spec.mask, config)
     if "specialized" in os.environ.get("FA2TUNE_FAKE_POISON", "") and "LOADS" not in config:
         raise ArithmeticError("o: NaN in 3 of 9 elements")
+    if "never" in os.environ.get("FA2TUNE_FAKE_POISON", ""):
+        raise ValueError("fwd: got a parameter heads_query")
     if "wrong" in os.environ.get("FA2TUNE_FAKE_POISON", "") and config["HEADS_PER_WAVE"] == 1:
         raise ArithmeticError("o: NaN in 3 of 9 elements")
     return ERRORS

@@ -14,6 +14,7 @@ from fa2tune.spec import score as scores
 from fa2tune.spec.combinations import why
 from fa2tune.spec.mask import Mask, Window
 from fa2tune.spec.score import Score
+from fa2tune.spec.values import shown
 
 _compiling = torch.compiler.is_compiling
 
@@ -26,7 +27,7 @@ def check_mask(causal: Any, window: Any, mask: Any) -> None:
         return
     if isinstance(causal, torch.SymBool) or causal or window is not None:
         other, given = ("causal", "causal=True") if window is None else ("window", f"window={window!r:.40}")
-        raise ValueError(f"mask: got {mask!r:.80} and {given}, {why('mask', other)}")
+        raise ValueError(f"mask: got {shown(mask)} and {given}, {why('mask', other)}")
     if not _compiling():
         masks.checked(mask)
 
@@ -40,7 +41,7 @@ def check_score(softcap: Any, score: Any) -> None:
     if score is None:
         return
     if softcap:
-        raise ValueError(f"score: got {score!r:.80} and softcap={softcap!r:.40}, {why('score', 'softcap')}")
+        raise ValueError(f"score: got {shown(score)} and softcap={softcap!r:.40}, {why('score', 'softcap')}")
     if not _compiling():
         scores.checked(score)
 

@@ -84,7 +84,10 @@ def explain(
     if mask == "full" and window is not None:
         raise click.UsageError("--full and --window: got both, one at most is allowed")
     if other is not None and (mask is not None or window is not None):
-        raise click.UsageError("--mask: got it beside --causal, --full or --window, one at most is allowed")
+        also = "--window" if window is not None else f"--{mask}"
+        raise click.UsageError(
+            f"--mask: got {other} and {also}, one of --mask, --causal, --full and --window is allowed"
+        )
     target = gpu_asked(gpu)
     with shown_errors():
         layers = reader.layers(named)

@@ -1,6 +1,6 @@
-"""Acts on the results of ``upkeep.py``: rows that hold get today's evidence, the others are tuned again.
+"""Acts on the results of ``upkeep.py``: rows that hold get new evidence, the others are tuned again.
 
-Every row that is removed is reported. A row that lost, and that no search improves on, is kept with today's time. A row that
+Every row that is removed is reported. A row that lost, and that no search improves on, is kept with its new time. A row that
 was launched and failed, and that nothing replaces, would fail in a call: it moves to a file beside the cache,
 ``<name>.sqlite.withdrawn``, which is not read by calls and from which ``cache merge`` restores it. A row that does not compile
 here stays: every call skips it, and other machines of the fleet may still have the older compiler.
@@ -165,7 +165,7 @@ def _settle(store: Store, members: Sequence[Finding], new: Sequence[Row], why: s
         reason = why or "the search found nothing better"
         if finding.state == LOST and finding.fresh:
             store.renew([finding.fresh])  # what it says of itself is true again
-            done.kept.append((row, f"{finding.why}; {reason}: kept with today's time"))
+            done.kept.append((row, f"{finding.why}; {reason}: kept with its new time"))
         elif finding.dangerous:
             gone = Store(withdrawn_path(store.path))
             for before in gone.rows():

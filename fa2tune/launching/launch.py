@@ -232,6 +232,17 @@ def _values(
     return values
 
 
+def _named(variant: Variant, name: str, values: Mapping[str, Any]) -> Any:
+    """The argument for a parameter of a kernel that is neither tensor nor compiled in. ValueError: a call has none of that
+    name."""
+    if name not in values:
+        known = sorted({*values} - variant.constexpr_names, key=lambda one: (one.startswith("stride_"), one))
+        raise ValueError(
+            f"{variant.short_name}: got a parameter {name}, allowed are its tensors and {', '.join(known)}"
+        )
+    return values[name]
+
+
 def _shape(name: str, problem: Problem, workspaces: Placed) -> list[int]:
     """Of a tensor that a descriptor addresses: (batch, heads, rows, dim), or what a workspace's is."""
     if name in workspaces:
@@ -355,7 +366,7 @@ def _bound(
             slots[name] = len(arguments), None
             arguments.append(0)
         else:
-            arguments.append(values[name])
+            arguments.append(_named(variant, name, values))
     early = starts_early(variant, problem, config)
     grid = variant.programs(problem, config, sm_count(device_index), early)
     return Launch(function, grid, arguments, [slots[name] for name in names], early)
@@ -378,7 +389,7 @@ class InterpretedLaunch:
         values |= constants
         self.variant, self.names, self.strides, self.problem = variant, names, strides, problem
         passed = [name for name in variant.parameters if name in constants or name not in variant.tensors]
-        self.scalars = {name: values[name] for name in passed}
+        self.scalars = {name: _named(variant, name, values) for name in passed}
         spec = problem.specialization
         described = compiler.described(variant, spec, config)
         self.blocks = {name: compiler.block_of(variant, spec, config, name) for name in described}

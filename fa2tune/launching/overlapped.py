@@ -84,7 +84,7 @@ class SideStream:
 
     __slots__ = ("begin", "begun", "end", "ended", "stream")
 
-    doing = "ordering a stream and the one beside it"
+    doing = "ordering two streams"
 
     def __init__(self, stream: int, device_index: int) -> None:
         """With the priority of ``stream``. CudaError: the driver has none left."""

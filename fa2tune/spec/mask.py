@@ -15,7 +15,7 @@ from typing import Any
 from fa2tune.spec import maskfile
 from fa2tune.spec.maskfile import LARGEST, MOST_VALUES
 from fa2tune.spec.maskfile import ROW_MASKS as ROW_MASKS
-from fa2tune.spec.values import check_limits
+from fa2tune.spec.values import check_limits, shown
 
 #: What a call passes: (left, right), each None or -1 (unbounded) or a number of keys from 0 on, up to ``LARGEST``.
 Window = tuple[int | None, int | None]
@@ -138,7 +138,7 @@ def mask_of(causal: bool, window: Any = None, mask: Any = None) -> Mask:
 def checked(given: Any) -> Mask:
     """The mask that a call names. TypeError or ValueError names ``mask``, what came and what is allowed."""
     if not isinstance(given, str | Mask):
-        raise TypeError(f"mask: got {given!r:.80}, must be a name or a fa2tune.Mask: {', '.join(maskfile.names())}")
+        raise TypeError(f"mask: got {shown(given)}, must be a name or a fa2tune.Mask: {', '.join(maskfile.names())}")
     mask = Mask(given) if isinstance(given, str) else given
     check_limits("mask", given, mask, maskfile.mask_named(mask.name).values)
     return mask

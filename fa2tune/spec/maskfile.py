@@ -90,8 +90,8 @@ def mask_named(name: str) -> MaskHooks:
     if LAST_KEY in _defined(name) and (found.left or not found.right or found.values):
         values = ", ".join(found.values) or "none"
         raise ValueError(
-            f"kernels/masks/{name}.py: {LAST_KEY} is defined beside left={found.left}, right={found.right}, values: {values}; "
-            f"allowed beside it are left=False, right=True, values: none"
+            f"kernels/masks/{name}.py: {LAST_KEY} is defined with left={found.left}, right={found.right}, values: {values}; "
+            f"allowed with it are left=False, right=True, values: none"
         )
     return found
 

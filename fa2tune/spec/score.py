@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from fa2tune.spec import scorefile
-from fa2tune.spec.values import check_limits
+from fa2tune.spec.values import check_limits, shown
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -91,7 +91,7 @@ def _capped(softcap: Any) -> Score:
 def checked(given: Any) -> Score:
     """The score term that a call names. TypeError or ValueError names ``score``, what came and what is allowed."""
     if not isinstance(given, str | Score):
-        raise TypeError(f"score: got {given!r:.80}, must be a name or a fa2tune.Score: {', '.join(scorefile.names())}")
+        raise TypeError(f"score: got {shown(given)}, must be a name or a fa2tune.Score: {', '.join(scorefile.names())}")
     score = Score(given) if isinstance(given, str) else given
     check_limits("score", given, score, scorefile.score_named(score.name).values)
     return score

@@ -1,9 +1,18 @@
-"""Run-time numbers of a mask or a score term, as a call gives them: as many as its file asks for, each within its limits."""
+"""What a call gives as a mask or a score term, for errors; its run-time numbers: as many as its file asks for, each within its
+limits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+
+def shown(given: Any) -> str:
+    """An argument in an error, on one line: a tensor by its shape."""
+    shape = getattr(given, "shape", None)
+    if isinstance(shape, tuple) and shape:
+        return f"{type(given).__name__} of shape {tuple(shape)}"
+    return f"{given!r:.80}"
 
 
 def check_limits(

@@ -290,7 +290,7 @@ def test_of_several_results_files_the_last_counts() -> None:
     assert found == {("fwd", False): (4, 1), ("bwd", False): (2, 0), ("fwd", True): (5, 1)}
 
 
-def test_who_stands_in_for_a_row() -> None:
+def test_what_stands_in_for_a_row() -> None:
     script_, rows = script("lookup_cost"), read(next(path for path in shipped_paths() if path.stem == "h200"))
     key = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, "causal", 2048)
     assert any(row.key == key for row in rows)

@@ -138,7 +138,7 @@ def test_a_kernel_without_partitions_proves_nothing() -> None:
         dispatch_phases.accesses(listing_of("portable/fwd"))
 
 
-def test_reports_are_judged_pair_by_pair(
+def test_reports_are_checked_pair_by_pair(
     accesses: dict[int, Access], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read, (write, *_) = state(accesses)

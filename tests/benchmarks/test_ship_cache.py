@@ -87,7 +87,7 @@ def test_a_whole_backward_comes_from_one_run(toolchain: Toolchain) -> None:
     assert best_of([first, second], toolchain) == second
 
 
-def test_a_whole_backward_whose_best_is_of_other_sources_serves_nobody(toolchain: Toolchain) -> None:
+def test_a_whole_backward_whose_best_is_of_other_sources_serves_no_call(toolchain: Toolchain) -> None:
     """Its second best would keep a neighbour's row from serving."""
     assert (
         best_of(

@@ -241,8 +241,11 @@ def test_a_call_with_a_score_term_is_explained() -> None:
         (("--mask", "chunked,0"), "got 'chunked,0', chunk must be from 1"),
         (("--mask", "chunked,x"), "got 'chunked,x', expected NAME or NAME,VALUE,...: integers"),
         (("--mask", "casual"), "got 'casual', allowed are "),
-        (("--mask", "full", "--causal"), "--mask: got it beside --causal, --full or --window"),
-        (("--mask", "full", "--window", "8,0"), "--mask: got it beside --causal, --full or --window"),
+        (
+            ("--mask", "full", "--causal"),
+            "--mask: got full and --causal, one of --mask, --causal, --full and --window is",
+        ),
+        (("--mask", "chunked,8", "--window", "8,0"), "--mask: got chunked 8 and --window, one of --mask, --causal"),
     ],
 )
 def test_a_mask_or_a_score_term_by_name_that_is_none_is_refused(arguments: tuple[str, ...], why: str) -> None:

@@ -106,7 +106,7 @@ def test_what_is_written_over_after_the_check_is_noticed(path: Path) -> None:
             file.cubin(entry)
 
 
-def test_a_file_that_is_replaced_stays_what_it_was_for_who_has_it_open(path: Path) -> None:
+def test_a_file_that_is_replaced_stays_what_it_was_where_it_is_open(path: Path) -> None:
     file = File(path)
     binaries.save(path, binaries.file_bytes({}, {}))
     assert {key: file.cubin(entry) for key, entry in file.entries.items()} == {k: n.cubin for k, n in ENTRIES.items()}

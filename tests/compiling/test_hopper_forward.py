@@ -70,7 +70,7 @@ def numbers(code: str, name: str, threads: int) -> set[int]:
 @pytest.mark.parametrize("numbered", VARIANT.space.dimensions["NUMBERED"])
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_who_meets_at_numbered_barriers(dim: int, turns: bool, numbered: bool) -> None:
+def test_which_warps_meet_at_numbered_barriers(dim: int, turns: bool, numbered: bool) -> None:
     """Two groups in turn, and all of them with the producer: at the last ones, since Triton takes the first. What is come to
     is met, and the other way round."""
     config, code = built(dim, True, PINGPONG=turns, NUMBERED=numbered)
@@ -132,7 +132,7 @@ THREE = {
 
 @pytest.mark.parametrize("numbered", VARIANT.space.dimensions["NUMBERED"])
 @pytest.mark.parametrize(("dim", "changes"), [(128, {}), (64, {}), (64, THREE)], ids=["128", "64", "three programs"])
-def test_what_nobody_waits_at_keeps_its_memory(dim: int, changes: dict[str, Any], numbered: bool) -> None:
+def test_what_no_warp_waits_at_keeps_its_memory(dim: int, changes: dict[str, Any], numbered: bool) -> None:
     """Triton gives the memory of an mbarrier that is only initialised to others, over whose values it may be written back
     later. So those that numbered barriers stand in for are invalidated behind the partitions."""
     config, code = built(dim, True, **changes, NUMBERED=numbered)
@@ -146,7 +146,7 @@ def test_what_nobody_waits_at_keeps_its_memory(dim: int, changes: dict[str, Any]
     assert not {int(at or "0", 16) // 8 for at in initialised} & {int(at, 16) // 8 for at in stored}
 
 
-def test_who_need_not_multiply_o_waits_for_nobody() -> None:
+def test_a_group_that_need_not_multiply_o_waits_for_no_other() -> None:
     """RESCALE "lazy": each warp votes for itself, so the loop has no barrier of the group that it has not without."""
     meetings = {}
     for rescale in ("now", "lazy"):

@@ -122,7 +122,7 @@ def test_another_driver_is_a_note_and_makes_no_row_stale() -> None:
     assert [f.driver for f in found([made(driver="570.1")], None)] == [""], "no GPU, no driver to compare with"
 
 
-def test_what_goes_wrong_is_found_and_costs_nobody_else(faults: Any) -> None:
+def test_what_goes_wrong_is_found_and_costs_no_other(faults: Any) -> None:
     expected = [  # BLOCK_N, MASKED, what is wrong with rows of these, and what is found
         (64, "last", None, HOLDS, "", False),
         (64, "first", ("compile", 1), FAILS, "compile_error: CompilationError: no", False),
@@ -395,7 +395,7 @@ def test_what_nothing_replaces_is_kept_or_withdrawn_never_lost(tmp_path: Path, f
     assert wrong in reader.read(path)
 
 
-def test_withdrawn_rows_serve_nobody_and_one_that_takes_anothers_place_says_so(
+def test_withdrawn_rows_serve_no_call_and_one_that_takes_anothers_place_says_so(
     tmp_path: Path, faults: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "shipped"  # stands in for the one that is shipped

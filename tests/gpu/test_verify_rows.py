@@ -44,7 +44,7 @@ def test_rows_are_compiled_checked_and_timed() -> None:
         assert one.time_us is None or 0.7 < one.time_us / (one.row.time_us or 0.0) < 1.4
 
 
-def test_a_config_that_no_call_takes_fails_and_costs_nobody_else() -> None:
+def test_a_config_that_no_call_takes_fails_and_costs_no_other() -> None:
     fwd, *others = rows()
     spoilt = replace(fwd, config={**fwd.config, "BLOCK_N": 48})
     found = Verification([spoilt, *others], others, finding.present_gpu()).go()

@@ -223,7 +223,7 @@ def test_no_file_makes_a_call_fail(
     ],
     ids=str,
 )
-def test_a_config_of_wrong_types_or_values_serves_nobody(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_config_of_wrong_types_or_values_serves_no_call(config: dict[str, Any], tmp_path: Path) -> None:
     Store(reader.user_path()).put([small(**config)])
     q, k, v = (t.detach() for t in inputs())
     assert torch.isfinite(fa2tune.attention(q, k, v, causal=True)).all()

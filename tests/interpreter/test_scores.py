@@ -78,6 +78,7 @@ WRONG = [
     ({"score": Score("softcap", -1)}, ValueError, r"score: got Score\('softcap', -1.0\), cap must be from 0.001"),
     ({"score": 50.0}, TypeError, "score: got 50.0, must be a name or a fa2tune.Score"),
     ({"score": [1]}, TypeError, r"score: got \[1\], must be"),
+    ({"score": torch.ones(2, 40)}, TypeError, r"score: got Tensor of shape \(2, 40\), must be a name or a fa2tune.Score"),
     ({"score": CAP, "softcap": 3.0}, ValueError,
      r"score: got Score\('softcap', 2.0\) and softcap=3.0, a call takes one of score= and softcap="),
     ({"score": "none", "softcap": 3.0}, ValueError, "score: got 'none' and softcap=3.0, a call takes one of"),

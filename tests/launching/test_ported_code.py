@@ -34,7 +34,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [("a100", 90, True), ("a10", 90, True), ("l4", 90, True), ("rtx-5090", 90, True), ("h100", 90, False), ("b200", 90, False),
      ("a100", 80, False), ("a100", 100, False)],
 )  # fmt: skip
-def test_who_stands_for_whom(name: str, here: int, can: bool) -> None:
+def test_which_gpu_stands_for_which(name: str, here: int, can: bool) -> None:
     assert ported.can_stand_for(gpus.named(name).arch, here) == can
 
 

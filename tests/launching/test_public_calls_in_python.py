@@ -1,5 +1,5 @@
 """Public calls with gradients, chosen for as on an H200, each kernel run by Python (tests/public_gpu.py): what is served on
-each road, and its results by the error rule beside float64. Uninitialised memory holds NaN, lse has a gradient."""
+each case, and its results by the error rule beside float64. Uninitialised memory holds NaN, lse has a gradient."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ONE_TILE = "sm90/bwd_one_tile"
 STORED = ("portable/bwd_delta", "sm90/bwd_dkdv_ds", "sm90/bwd_dq_ds")
 
 
-class Road(NamedTuple):
+class Case(NamedTuple):
     """A call, and the kernels that serve it, in the order of launches."""
 
     lengths: tuple[int, int]
@@ -78,50 +78,50 @@ def gpu() -> Iterator[PublicGpu]:
         yield found
 
 
-def inputs(road: Road, batch: int = 1) -> reference.Inputs:
-    asked = Problem(road.dtype, batch, *road.heads, *road.lengths, *road.dims, FULL)
+def inputs(case: Case, batch: int = 1) -> reference.Inputs:
+    asked = Problem(case.dtype, batch, *case.heads, *case.lengths, *case.dims, FULL)
     return reference.make_inputs(asked, "cpu", with_dlse=True)
 
 
-def results(road: Road, given: reference.Inputs) -> dict[str, torch.Tensor]:
+def results(case: Case, given: reference.Inputs) -> dict[str, torch.Tensor]:
     """What the public call gives. The inputs' strides are the call's."""
     q, k, v = (tensor.detach().requires_grad_() for tensor in (given.q, given.k, given.v))
-    options = {"mask": road.mask, "softmax_scale": road.scale, "deterministic": road.deterministic}
+    options = {"mask": case.mask, "softmax_scale": case.scale, "deterministic": case.deterministic}
     o, lse = fa2tune.attention(q, k, v, return_lse=True, **options)
     gradients = torch.autograd.grad((o, lse), (q, k, v), (given.do, given.dlse))
     return {"o": o.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
 
 
-def check(road: Road, given: reference.Inputs) -> None:
-    found = results(road, given)
-    verify.compare(found, *reference.oracle_and_reference(given, mask=road.mask, softmax_scale=road.scale))
+def check(case: Case, given: reference.Inputs) -> None:
+    found = results(case, given)
+    verify.compare(found, *reference.oracle_and_reference(given, mask=case.mask, softmax_scale=case.scale))
 
 
-ROADS = [
-    Road((53, 203), (64, 64), CAUSAL, (FEW, *FUSED), (4, 2)),
-    Road((113, 203), (64, 64), CAUSAL, ("sm90/fwd", "portable/bwd_dq", "sm90/bwd_dkdv"), (4, 2), True),
-    Road((113, 203), (32, 32), CAUSAL, ("sm90/fwd", *FUSED), (4, 2)),
-    Road((700, 317), (32, 32), CAUSAL, ("sm90/fwd", *FUSED)),
-    Road((113, 203), (16, 16), FULL, (FEW, *FUSED), dtype="fp16"),
-    Road((113, 203), (72, 72), FULL, ("sm90/fwd", *SPLIT), deterministic=True),
-    Road((385, 329), (72, 72), CAUSAL, ("sm90/fwd", *AT_A_TIME)),  # few tiles
-    Road((577, 129), (128, 128), FULL, ("sm90/fwd", *AT_A_TIME)),
-    Road((113, 203), (96, 96), CAUSAL, ("sm90/fwd", *FUSED), dtype="fp16"),
-    Road((133, 144), (192, 128), CAUSAL, ("sm90/fwd", *AT_A_TIME)),
-    Road((133, 144), (40, 96), CAUSAL, ("sm90/fwd", SPREAD, *FUSED, GATHER), (8, 2)),
-    Road((133, 144), (80, 80), CAUSAL, ("sm90/fwd", *FUSED, GATHER), (4, 1)),
-    Road((1, 600), (128, 128), CAUSAL, (FEW, COMBINE, *SPLIT), (4, 2), True),
-    Road((3, 1), (128, 128), CAUSAL, (FEW, *SPLIT), (2, 1), True),
-    Road((100, 150), (64, 64), band(40, 10), (FEW, *BESIDE)),
-    Road((150, 144), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), scale=-0.3),
-    Road((150, 144), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), scale=0.0),
+CASES = [
+    Case((53, 203), (64, 64), CAUSAL, (FEW, *FUSED), (4, 2)),
+    Case((113, 203), (64, 64), CAUSAL, ("sm90/fwd", "portable/bwd_dq", "sm90/bwd_dkdv"), (4, 2), True),
+    Case((113, 203), (32, 32), CAUSAL, ("sm90/fwd", *FUSED), (4, 2)),
+    Case((700, 317), (32, 32), CAUSAL, ("sm90/fwd", *FUSED)),
+    Case((113, 203), (16, 16), FULL, (FEW, *FUSED), dtype="fp16"),
+    Case((113, 203), (72, 72), FULL, ("sm90/fwd", *SPLIT), deterministic=True),
+    Case((385, 329), (72, 72), CAUSAL, ("sm90/fwd", *AT_A_TIME)),  # few tiles
+    Case((577, 129), (128, 128), FULL, ("sm90/fwd", *AT_A_TIME)),
+    Case((113, 203), (96, 96), CAUSAL, ("sm90/fwd", *FUSED), dtype="fp16"),
+    Case((133, 144), (192, 128), CAUSAL, ("sm90/fwd", *AT_A_TIME)),
+    Case((133, 144), (40, 96), CAUSAL, ("sm90/fwd", SPREAD, *FUSED, GATHER), (8, 2)),
+    Case((133, 144), (80, 80), CAUSAL, ("sm90/fwd", *FUSED, GATHER), (4, 1)),
+    Case((1, 600), (128, 128), CAUSAL, (FEW, COMBINE, *SPLIT), (4, 2), True),
+    Case((3, 1), (128, 128), CAUSAL, (FEW, *SPLIT), (2, 1), True),
+    Case((100, 150), (64, 64), band(40, 10), (FEW, *BESIDE)),
+    Case((150, 144), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), scale=-0.3),
+    Case((150, 144), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), scale=0.0),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("road", ROADS, ids=str)
-def test_roads(gpu: PublicGpu, road: Road) -> None:
-    check(road, inputs(road))
-    assert tuple(gpu.ran) == road.runs
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_calls(gpu: PublicGpu, case: Case) -> None:
+    check(case, inputs(case))
+    assert tuple(gpu.ran) == case.runs
 
 
 class Little:
@@ -148,18 +148,18 @@ def test_where_ds_finds_no_memory_split_kernels_serve(
     for margin in ("MARGIN", "AT_A_TIME_MARGIN"):
         monkeypatch.setattr(stored_ds_schedule, margin, -100.0)
     logs.warn_once.cache_clear()
-    road = Road((513, 400), (144, 144), FULL, (), deterministic=deterministic)
-    given = inputs(road)
-    check(road, given)
+    case = Case((513, 400), (144, 144), FULL, (), deterministic=deterministic)
+    given = inputs(case)
+    check(case, given)
     assert tuple(gpu.ran[-3:]) == STORED
     dispatch.reload()
     little = Little(monkeypatch, 1_500_000)
     for _ in range(2):
         gpu.ran.clear()
-        check(road, given)
+        check(case, given)
         assert gpu.ran[-1] in SPLIT and not {*STORED} & {*gpu.ran[1:]}
     assert little.refused == 1 and caplog.text.count("no memory for dS") == 1
-    short = road._replace(lengths=(65, 130))
+    short = case._replace(lengths=(65, 130))
     check(short, inputs(short))
     assert tuple(gpu.ran[-3:]) == STORED
     o = fa2tune.attention(given.q.requires_grad_(), given.k, given.v)
@@ -170,11 +170,11 @@ def test_where_ds_finds_no_memory_split_kernels_serve(
 
 def test_a_side_stream_may_be_early_or_late() -> None:
     """Both kernels of a split backward at a time: dQ's before the other's launches, or behind all of them."""
-    road = Road((133, 144), (192, 192), CAUSAL, ())
-    given, found = inputs(road), []
+    case = Case((133, 144), (192, 192), CAUSAL, ())
+    given, found = inputs(case), []
     for late in (False, True):
         with public_gpu(late=late) as gpu:
-            found.append(results(road, given))
+            found.append(results(case, given))
             dq, dkdv = SPLIT
             assert gpu.ran[-3:] == ([dq, dkdv, dq] if late else list(AT_A_TIME))
     verify.compare(found[0], *reference.oracle_and_reference(given, mask=CAUSAL))
@@ -182,33 +182,33 @@ def test_a_side_stream_may_be_early_or_late() -> None:
 
 
 def test_keys_split_by_the_warp_specialised_kernel(gpu: PublicGpu) -> None:
-    road = Road((256, 1500), (256, 256), FULL, ("sm90/fwd_split", COMBINE), (2, 1))
-    given = inputs(road)
+    case = Case((256, 1500), (256, 256), FULL, ("sm90/fwd_split", COMBINE), (2, 1))
+    given = inputs(case)
     o, lse = fa2tune.attention(given.q, given.k, given.v, return_lse=True)
     verify.compare({"o": o, "lse": lse}, *reference.oracle_and_reference(given, gradients=False))
-    assert tuple(gpu.ran) == road.runs
+    assert tuple(gpu.ran) == case.runs
 
 
 @pytest.mark.parametrize("order", ["bhsd", "bshd"])
 @pytest.mark.parametrize(
-    "road",
+    "case",
     [
-        Road((40, 70), (64, 64), CAUSAL, (ONE_TILE, GATHER), (6, 2)),
-        Road((150, 70), (56, 56), FULL, (ONE_TILE, GATHER), (5, 1), dtype="fp16"),
-        Road((50, 41), (80, 80), CAUSAL, (ONE_TILE, GATHER), (4, 2)),  # queries that see no key
-        Road((40, 70), (192, 128), CAUSAL, (ONE_TILE, GATHER), (4, 2), deterministic=True),
+        Case((40, 70), (64, 64), CAUSAL, (ONE_TILE, GATHER), (6, 2)),
+        Case((150, 70), (56, 56), FULL, (ONE_TILE, GATHER), (5, 1), dtype="fp16"),
+        Case((50, 41), (80, 80), CAUSAL, (ONE_TILE, GATHER), (4, 2)),  # queries that see no key
+        Case((40, 70), (192, 128), CAUSAL, (ONE_TILE, GATHER), (4, 2), deterministic=True),
     ],
     ids=str,
 )
-def test_a_backward_of_one_kernel(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, road: Road, order: str) -> None:
+def test_a_backward_of_one_kernel(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, case: Case, order: str) -> None:
     """lse has a gradient."""
     monkeypatch.setattr(one_tile_schedule, "ONE_KEY_TILE", True)
-    given = inputs(road, batch=2)
+    given = inputs(case, batch=2)
     if order == "bshd":
         q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.k, given.v, given.do))
         given = reference.Inputs(q, k, v, do, given.dlse)
-    check(road, given)
-    assert tuple(gpu.ran[-len(road.runs) :]) == road.runs
+    check(case, given)
+    assert tuple(gpu.ran[-len(case.runs) :]) == case.runs
 
 
 @pytest.fixture
@@ -219,31 +219,31 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("order", ["bhsd", "bshd"])
 @pytest.mark.parametrize(
-    "road",
+    "case",
     [
-        Road((40, 70), (64, 64), CAUSAL, (GROUPED, *FUSED), (6, 2)),
-        Road((40, 70), (56, 56), FULL, (GROUPED, *FUSED, GATHER), (5, 1), dtype="fp16"),
-        Road((50, 41), (80, 80), CAUSAL, (GROUPED, *FUSED), (4, 2)),  # queries that see no key
-        Road((40, 70), (192, 128), CAUSAL, (GROUPED, *AT_A_TIME), (4, 2)),
-        Road((40, 70), (64, 64), band(20, 3), (GROUPED, *BESIDE), (4, 1), scale=-0.3),
+        Case((40, 70), (64, 64), CAUSAL, (GROUPED, *FUSED), (6, 2)),
+        Case((40, 70), (56, 56), FULL, (GROUPED, *FUSED, GATHER), (5, 1), dtype="fp16"),
+        Case((50, 41), (80, 80), CAUSAL, (GROUPED, *FUSED), (4, 2)),  # queries that see no key
+        Case((40, 70), (192, 128), CAUSAL, (GROUPED, *AT_A_TIME), (4, 2)),
+        Case((40, 70), (64, 64), band(20, 3), (GROUPED, *BESIDE), (4, 1), scale=-0.3),
     ],
     ids=str,
 )
-def test_tiles_of_several_heads(gpu: PublicGpu, grouped: None, road: Road, order: str) -> None:
+def test_tiles_of_several_heads(gpu: PublicGpu, grouped: None, case: Case, order: str) -> None:
     """lse goes to the backward, and has a gradient."""
-    given = inputs(road, batch=2)
+    given = inputs(case, batch=2)
     if order == "bshd":
         q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.k, given.v, given.do))
         given = reference.Inputs(q, k, v, do, given.dlse)
-    check(road, given)
-    assert tuple(gpu.ran) == road.runs
+    check(case, given)
+    assert tuple(gpu.ran) == case.runs
 
 
 def test_tensors_of_grouped_heads_that_tma_cannot_address(gpu: PublicGpu, grouped: None) -> None:
-    road = Road((40, 70), (64, 64), CAUSAL, (), (4, 2))
-    given = inputs(road)
+    case = Case((40, 70), (64, 64), CAUSAL, (), (4, 2))
+    given = inputs(case)
     k = torch.full((1, 2, 70, 65), torch.nan, dtype=given.k.dtype)[..., :64].copy_(given.k)
-    check(road, reference.Inputs(given.q, k, given.v, given.do, given.dlse))
+    check(case, reference.Inputs(given.q, k, given.v, given.do, given.dlse))
     assert GROUPED not in gpu.ran
 
 
@@ -253,20 +253,20 @@ def test_tensors_that_tma_cannot_address_are_copied(
 ) -> None:
     """Where that is expected to pay, as it is said to be here."""
     monkeypatch.setattr(copies, "pays", lambda *asked: True)
-    road = Road((113, 203), (96, 96), CAUSAL, ("sm90/fwd", *(SPLIT if deterministic else FUSED)), (2, 2), deterministic)
-    given = inputs(road)
+    case = Case((113, 203), (96, 96), CAUSAL, ("sm90/fwd", *(SPLIT if deterministic else FUSED)), (2, 2), deterministic)
+    given = inputs(case)
     wide = torch.full((1, 2, 113, 97), torch.nan, dtype=given.q.dtype)
     q, do = wide[..., 1:].copy_(given.q), torch.ones(1, 1, 1, 96, dtype=given.do.dtype).expand(1, 2, 113, 96)
-    check(road, reference.Inputs(q, given.k, given.v, do, given.dlse))
-    assert tuple(gpu.ran) == road.runs
+    check(case, reference.Inputs(q, given.k, given.v, do, given.dlse))
+    assert tuple(gpu.ran) == case.runs
 
 
 def test_tensors_that_tma_cannot_address_are_read_by_pointer(gpu: PublicGpu) -> None:
-    road = Road((70, 90), (64, 64), CAUSAL, ("portable/fwd", "portable/bwd_dq", "portable/bwd_dkdv"), (2, 1))
-    given = inputs(road)
+    case = Case((70, 90), (64, 64), CAUSAL, ("portable/fwd", "portable/bwd_dq", "portable/bwd_dkdv"), (2, 1))
+    given = inputs(case)
     k = torch.full((1, 1, 90, 65), torch.nan, dtype=given.k.dtype)[..., :64].copy_(given.k)
-    check(road, reference.Inputs(given.q, k, given.v, given.do, given.dlse))
-    assert tuple(gpu.ran) == road.runs
+    check(case, reference.Inputs(given.q, k, given.v, given.do, given.dlse))
+    assert tuple(gpu.ran) == case.runs
 
 
 @pytest.mark.parametrize(("dim", "order"), [(64, "bhsd"), (72, "bshd"), (192, "bshd")])
@@ -275,28 +275,28 @@ def test_queries_that_see_no_key_are_filled_in(
 ) -> None:
     """Where that is expected to pay, as it is said to be here."""
     monkeypatch.setattr(unseen, "filled_in", lambda problem, gpu, pass_: unseen.count(problem))
-    road = Road((150, 61), (dim, dim), CAUSAL, (), (2, 1))
-    given = inputs(road, batch=2)
+    case = Case((150, 61), (dim, dim), CAUSAL, (), (2, 1))
+    given = inputs(case, batch=2)
     if order == "bshd":
         q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.k, given.v, given.do))
         given = reference.Inputs(q, k, v, do, given.dlse)
-    check(road, given)
+    check(case, given)
     assert any(isinstance(plan, unseen.Backward) for plan in dispatch.BACKWARD_PLANS.values())
 
 
 def test_heads_that_are_views_of_one_tensor(gpu: PublicGpu) -> None:
     """(batch, seqlen, 3, heads, dim), as a projection gives them."""
-    road = Road((150, 150), (128, 128), CAUSAL, ("sm90/fwd", *FUSED))
-    given = inputs(road)
+    case = Case((150, 150), (128, 128), CAUSAL, ("sm90/fwd", *FUSED))
+    given = inputs(case)
     whole = torch.stack([one.transpose(1, 2) for one in (given.q, given.k, given.v)], 2)
     q, k, v = (one.transpose(1, 2) for one in whole.unbind(2))
-    check(road, reference.Inputs(q, k, v, given.do, given.dlse))
-    assert tuple(gpu.ran) == road.runs
+    check(case, reference.Inputs(q, k, v, given.do, given.dlse))
+    assert tuple(gpu.ran) == case.runs
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_nan_goes_where_it_has_to(gpu: PublicGpu, where: str) -> None:
-    given = inputs(Road((70, 300), (64, 64), FULL, ()))
+    given = inputs(Case((70, 300), (64, 64), FULL, ()))
     getattr(given, where)[0, 0, 7, 3] = torch.nan
     o = fa2tune.attention(given.q, given.k, given.v)
     expected, _ = reference.attention(given.q.double(), given.k.double(), given.v.double())
@@ -308,45 +308,45 @@ def test_nan_goes_where_it_has_to(gpu: PublicGpu, where: str) -> None:
 PACKING = ((1, 1), (0, 0), (130, 130), (70, 0), (0, 30), (64, 140), (5, 3))
 SPARE = 9  #: rows behind the last sequence
 PACKED = [
-    Road((0, 0), (80, 80), CAUSAL, (ORDER, "sm90/fwd", *FUSED, GATHER), (4, 1)),
-    Road((0, 0), (64, 64), band(40, 10), (ORDER, "sm90/fwd", *FUSED)),
-    Road((0, 0), (80, 80), CAUSAL, (ORDER, "sm90/fwd", ORDER, *SPLIT), deterministic=True),
-    Road((0, 0), (32, 32), FULL, (ORDER, "sm90/fwd", *FUSED)),
+    Case((0, 0), (80, 80), CAUSAL, (ORDER, "sm90/fwd", *FUSED, GATHER), (4, 1)),
+    Case((0, 0), (64, 64), band(40, 10), (ORDER, "sm90/fwd", *FUSED)),
+    Case((0, 0), (80, 80), CAUSAL, (ORDER, "sm90/fwd", ORDER, *SPLIT), deterministic=True),
+    Case((0, 0), (32, 32), FULL, (ORDER, "sm90/fwd", *FUSED)),
 ]
 
 
-@pytest.mark.parametrize("road", PACKED, ids=str)
-def test_packed_sequences(gpu: PublicGpu, road: Road) -> None:
-    check_packed(gpu, road)
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_packed_sequences(gpu: PublicGpu, case: Case) -> None:
+    check_packed(gpu, case)
 
 
 @pytest.mark.parametrize(
-    "road",
+    "case",
     [
-        Road((0, 0), (80, 80), CAUSAL, (ORDER, GROUPED, *FUSED, GATHER), (4, 1)),
-        Road((0, 0), (64, 64), band(7, 0), (ORDER, GROUPED, *FUSED), (4, 2), dtype="fp16"),
-        Road((0, 0), (192, 128), FULL, (ORDER, GROUPED, ORDER, SPLIT[0], ORDER, *SPLIT, GATHER), (3, 1)),
+        Case((0, 0), (80, 80), CAUSAL, (ORDER, GROUPED, *FUSED, GATHER), (4, 1)),
+        Case((0, 0), (64, 64), band(7, 0), (ORDER, GROUPED, *FUSED), (4, 2), dtype="fp16"),
+        Case((0, 0), (192, 128), FULL, (ORDER, GROUPED, ORDER, SPLIT[0], ORDER, *SPLIT, GATHER), (3, 1)),
     ],
     ids=str,
 )
-def test_packed_tiles_of_several_heads(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, road: Road) -> None:
+def test_packed_tiles_of_several_heads(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """Where they serve, and are expected to pay wherever they can be had."""
     monkeypatch.setattr(packed_grouped_schedule, "SERVES", True)
     for margin in ("MARGIN", "SHARING_MARGIN"):
         monkeypatch.setattr(packed_grouped_schedule, margin, -math.inf)
-    check_packed(gpu, road)
+    check_packed(gpu, case)
 
 
 @pytest.mark.parametrize(
-    "road",
+    "case",
     [
-        Road((0, 0), (80, 80), CAUSAL, (ORDER, KEYS_SPLIT, COMBINE, *FUSED, GATHER), (4, 1)),
-        Road((0, 0), (64, 64), band(40, 10), (ORDER, KEYS_SPLIT, COMBINE, *FUSED), dtype="fp16"),
-        Road((0, 0), (128, 128), FULL, (ORDER, KEYS_SPLIT, COMBINE, *FUSED)),
+        Case((0, 0), (80, 80), CAUSAL, (ORDER, KEYS_SPLIT, COMBINE, *FUSED, GATHER), (4, 1)),
+        Case((0, 0), (64, 64), band(40, 10), (ORDER, KEYS_SPLIT, COMBINE, *FUSED), dtype="fp16"),
+        Case((0, 0), (128, 128), FULL, (ORDER, KEYS_SPLIT, COMBINE, *FUSED)),
     ],
     ids=str,
 )
-def test_packed_keys_split(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, road: Road) -> None:
+def test_packed_keys_split(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """Where they are, and that is expected to pay."""
 
     def best(problem: Problem, _config: Config, found: Gpu, _row: Any) -> Config | None:
@@ -355,16 +355,16 @@ def test_packed_keys_split(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, road
 
     monkeypatch.setattr(packed_splits_schedule, "config_of", best)
     monkeypatch.setattr(packed_grouped_schedule, "SERVES", False)
-    check_packed(gpu, road)
+    check_packed(gpu, case)
 
 
-def check_packed(gpu: PublicGpu, road: Road) -> None:
+def check_packed(gpu: PublicGpu, case: Case) -> None:
     """Both passes, and what ran."""
     ends = [list(itertools.accumulate(side)) for side in zip(*PACKING, strict=True)]
-    given = inputs(road._replace(lengths=(ends[0][-1] + SPARE, ends[1][-1] + SPARE)))
+    given = inputs(case._replace(lengths=(ends[0][-1] + SPARE, ends[1][-1] + SPARE)))
     offsets = [torch.tensor([0, *side], dtype=torch.int32) for side in ends]
     q, k, v = (t[0].transpose(0, 1).contiguous().requires_grad_() for t in (given.q, given.k, given.v))
-    options: dict[str, Any] = {"mask": road.mask, "deterministic": road.deterministic, "return_lse": True}
+    options: dict[str, Any] = {"mask": case.mask, "deterministic": case.deterministic, "return_lse": True}
     o, lse = fa2tune.attention_varlen(q, k, v, *offsets, **options)
     gradients = torch.autograd.grad((o, lse), (q, k, v), (given.do[0].transpose(0, 1), given.dlse[0]))
     names = dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *gradients), strict=True))
@@ -377,9 +377,9 @@ def check_packed(gpu: PublicGpu, road: Road) -> None:
         one = reference.Inputs(
             given.q[:, :, of_q], given.k[:, :, of_k], given.v[:, :, of_k], given.do[:, :, of_q], given.dlse[:, :, of_q]
         )
-        for parts, answer in zip(right, reference.oracle_and_reference(one, mask=road.mask), strict=True):
+        for parts, answer in zip(right, reference.oracle_and_reference(one, mask=case.mask), strict=True):
             for name, part in answer.items():
                 parts[name].append(part)
     found = {name: one[:, :, : ends[name in ("dk", "dv")][-1]] for name, one in found.items()}
     verify.compare(found, *({name: torch.cat(parts, 2) for name, parts in side.items()} for side in right))
-    assert tuple(gpu.ran) == road.runs
+    assert tuple(gpu.ran) == case.runs

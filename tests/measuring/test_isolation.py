@@ -97,7 +97,7 @@ def test_what_a_compiler_started_ends_with_it(kind, tmp_path):
         assert until(lambda: not alive(started) and not alive(child))
 
 
-def test_nobody_survives_a_parent_that_is_killed(tmp_path):
+def test_no_child_survives_a_parent_that_is_killed(tmp_path):
     """kill -9 on the tuner in the midst of a compile: neither the compiling child nor what it started goes on."""
     code = (
         f"import sys; sys.path[:0] = {[HERE, *sys.path]!r}\n"

@@ -233,7 +233,7 @@ def test_a_slow_first_launch_is_launched_again_before_it_is_refused(monkeypatch)
     assert list(failures) == [1] and status.refusal_status(failures[1]) == CRAWLING not in FAULTS | BLAMELESS
 
 
-def test_memory_that_is_missing_at_a_launch_is_nobodys_fault():
+def test_memory_that_is_missing_at_a_launch_is_no_configs_fault():
     assert status.refusal_status("OutOfMemoryError: CUDA out of memory") == "failed"
     assert status.refusal_status("OutOfResources: shared memory") == "launch_error"
     job = Job("m:f", (), 1.0, began=True, failure="OutOfMemoryError: CUDA out of memory")

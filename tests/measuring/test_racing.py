@@ -40,7 +40,7 @@ def test_a_block_is_a_round_and_its_reverse_so_that_even_drift_cancels():
     assert len({tuple(s) for s in gpu.schedules}) > 3  # none always runs behind the same neighbour
 
 
-def test_the_hopeless_leave_after_few_launches_and_the_close_get_the_samples():
+def test_those_far_behind_leave_after_few_launches_and_the_close_get_the_samples():
     gpu = SimulatedGpu([1000.0, 1500.0, 1150.0, 1050.0, 902.0, 900.0], seed=3)
     found = race(gpu)
     counts = [len(times) for times in found.times]
@@ -93,7 +93,7 @@ def test_a_proof_runs_every_round_of_everybody():
     assert {len(times) for times in found.times} == {PROOF.rounds(1e-3)}
 
 
-def test_those_who_cannot_run_are_left_out():
+def test_those_that_cannot_run_are_left_out():
     found = racing.run(SimulatedGpu([1000.0, 1.0, 1000.0]), [0, 0, 0], [0, 2], SCREEN)
     assert found.times[1] == [] and len(found.times[2]) >= racing.FIRST_LOOK
 
@@ -118,7 +118,7 @@ def test_a_gpu_that_stays_throttled_is_taken_as_it_is_and_said_to_be():
     assert gpu.patience == -1  # not asked again once it had time enough
 
 
-def test_what_nobody_watched_is_not_called_fine():
+def test_what_was_not_watched_is_not_called_fine():
     found = race(SimulatedGpu([1000.0, 990.0], watched=False), SCREEN)
     assert (found.throttled, found.clock_mhz, found.power_capped) == (None, None, None)
     watched = race(SimulatedGpu([1000.0, 990.0]), SCREEN)

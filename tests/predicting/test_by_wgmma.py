@@ -12,7 +12,7 @@ from fa2tune import gpus
 from fa2tune.compiling import registry
 from fa2tune.predicting import by_wgmma, model
 from fa2tune.spec.problem import KERNELS, Specialization
-from fa2tune.spec.variant import WARP_SPECIALIZED
+from fa2tune.spec.variant import WARP_SPECIALIZED, added
 
 sm90_model = script("sm90_model")
 SPEC = Specialization("bf16", 128, 128, "causal")
@@ -69,6 +69,16 @@ def test_what_it_would_take_in_races_is_faster_than_the_default() -> None:
     assert median(one["regret_1"] for one in found) < 0.06
     ahead = [one["regret_1"] <= one["default"] for one in found if one["default"] == one["default"]]
     assert sum(ahead) >= 0.75 * len(ahead) > 0
+
+
+def test_records_from_before_a_dimension_have_its_older_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = registry.variant_named("sm90/fwd").space
+    space.completed({})  # what it remembers of its dimensions is there, and comes back
+    monkeypatch.delitem(vars(space), "_gained")
+    monkeypatch.setitem(space.dimensions, "NEW", added(0, 1, older=0))
+    found = sm90_model.load()
+    assert {one.binary.config.get("NEW") for one in found if one.binary.kernel == "sm90/fwd"} == {0}
+    assert any(one["default"] == one["default"] for one in sm90_model.races(found))  # the default is known in races
 
 
 def test_groups_share_a_multiprocessor_and_what_a_trip_streams(rows: list) -> None:

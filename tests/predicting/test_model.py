@@ -273,7 +273,7 @@ def test_what_was_measured_is_ranked_as_asked(kernel: str) -> None:
     assert (guessed[good] < 2 * guessed.min()).all()  # what is guessed to take longer need not be compiled
 
 
-def test_samples_of_sm80_code_can_be_judged_again() -> None:
+def test_samples_of_sm80_code_can_be_checked_again() -> None:
     sm80 = script("sm80_times")
     key = sm80.key_of("fwd", 64)
     configs = sm80.chosen(key, 4, seed=0)

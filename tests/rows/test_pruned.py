@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cache_rows import row
+from private_words import EVERYWHERE, IN_PROSE, found_in
 
 from fa2tune.cli.tune import _reasons
 from fa2tune.compiling.registry import variants
@@ -17,7 +18,7 @@ from fa2tune.tuning.search.status import _WORDS
 
 LIMITS = Path(__file__).parents[2] / "fa2tune" / "compiling" / "limits.py"
 #: Words of the code, which say nothing to a reader of a table.
-PRIVATE = {"who", "whom", "whose", "road", "way", "ways", "select", "lot", "lots", "rung", "book", "books", "fate"}
+PRIVATE = {*EVERYWHERE, *IN_PROSE, "whose", "select"}
 
 
 def names() -> set[str]:
@@ -41,7 +42,7 @@ def test_rows_that_are_shipped_hold_no_name_without_a_text() -> None:
 @pytest.mark.parametrize("text", pruned.WORDS.values())
 def test_a_text_is_short_and_plain(text: str) -> None:
     assert len(text) <= 64 and not {*":;"} & {*text}, "they stand between texts and counts"
-    assert not PRIVATE & set(re.findall(r"\w+", text.lower()))
+    assert not found_in(text, PRIVATE)
     assert "_" not in re.sub(r"\b[A-Z][A-Z_]+\b|num_warps", "", text), "only parameters of a config have underscores"
 
 

@@ -217,8 +217,8 @@ def test_workers_that_join_late_and_are_killed_at_any_moment(fleet: Fleet, url: 
         assert configs <= studies[study]
     assert_whole(url, studies)
     twice = {text for study in studies.values() for text, count in study.items() if count > 1}
-    who = [(name, key) for name, key, configs in fleet.did("screen") for c in configs if dumped(c) in twice]
-    assert not twice, f"filed twice: {twice}, raced by {who}"
+    racers = [(name, key) for name, key, configs in fleet.did("screen") for c in configs if dumped(c) in twice]
+    assert not twice, f"filed twice: {twice}, raced by {racers}"
     assert any(before.values())
 
 
@@ -385,7 +385,7 @@ def test_what_a_writer_process_was_never_given_is_sent_again(tmp_path: Path) -> 
     assert sorted(trial.value for trial in writer.optuna.get_all_trials(number)) == [0, 1, 2, 3]
 
 
-def test_who_was_stopped_for_too_long_files_nothing_of_what_is_anothers(fleet: Fleet, url: str) -> None:
+def test_a_worker_that_was_stopped_for_too_long_files_nothing_of_what_is_anothers(fleet: Fleet, url: str) -> None:
     little = {"head_dims": [64], "masks": ["causal"]}
     fleet.start("a", url, fleet.gated(free=2), place="host a", **little)
     until(lambda: len(fleet.did("screen")) > 1)
@@ -410,7 +410,7 @@ def put(store: SharedStore, rows: Sequence[Any]) -> None:
     store.storage.do(lambda connection: store.write(connection, rows))
 
 
-def test_who_waits_for_his_turn_sees_what_was_done(url: str) -> None:
+def test_a_worker_that_waits_for_its_turn_sees_what_was_done(url: str) -> None:
     """Whatever isolation the database has by default, and without the right to make anything in it."""
     held = Storage(parsed(url))
     one = Leases(held, "campaign", "request")

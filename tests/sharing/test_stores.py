@@ -252,7 +252,7 @@ def test_jobs_are_shared_by_gpus_and_given_back_to_a_worker_that_joins(held: Sto
     assert {*JOBS[3:]} <= one.meet(JOBS).held | other.meet(JOBS).held
 
 
-def test_who_wants_none_of_them_has_no_part_in_them(held: Storage) -> None:
+def test_a_worker_that_wants_none_of_them_has_no_part_in_them(held: Storage) -> None:
     """Two hosts, each asked for other head dims; and a third that wants what one of them does."""
     one, two, three = (Leases(held, "campaign", f"request {number}") for number in range(3))
     for _ in range(3):
@@ -275,7 +275,7 @@ def test_who_wants_none_of_them_has_no_part_in_them(held: Storage) -> None:
     assert one.meet(JOBS[2:4] + JOBS[:2]).held == {"job 0", "job 1", "job 2"}, "what no other wants first"
 
 
-def test_nobody_idles_beside_one_who_holds_several(held: Storage) -> None:
+def test_no_worker_idles_while_another_holds_several(held: Storage) -> None:
     """Rounded up, the part of the larger one is all there is."""
     many, few = Leases(held, "campaign", "request", gpus=8), Leases(held, "campaign", "request", gpus=1)
     jobs = JOBS[:4]
@@ -309,7 +309,7 @@ def test_an_expired_lease_goes_to_the_next_and_its_holder_notices(
     assert not two.meet(JOBS[:1]).lost and holds(two, "job 0")
 
 
-def test_who_was_killed_on_this_host_need_not_expire(held: Storage) -> None:
+def test_a_worker_that_was_killed_on_this_host_need_not_expire(held: Storage) -> None:
     code = (
         "print(sorted(Leases(held, 'campaign', 'request').meet(['job 0']).held), flush=True)\nos.kill(os.getpid(), 9)\n"
     )
@@ -329,7 +329,7 @@ def test_two_requests_on_the_same_jobs_both_end(held: Storage) -> None:
     assert one.standing.settled == two.standing.settled == {*JOBS[:2]}
 
 
-def test_what_was_settled_is_looked_at_again_when_nobody_is_left(held: Storage) -> None:
+def test_what_was_settled_is_looked_at_again_when_no_worker_is_left(held: Storage) -> None:
     one = Leases(held, "campaign", "request")
     one.meet(JOBS)
     one.settle("job 0")
@@ -388,7 +388,7 @@ def test_many_meet_at_once_and_no_job_has_two_holders(held: Storage) -> None:
     assert sorted(settled) == sorted(f"job {n}" for n in range(12)), "each once"
 
 
-def test_a_clock_that_jumps_buries_nobody_of_this_host(tmp_path: Path) -> None:
+def test_a_clock_that_jumps_buries_no_worker_of_this_host(tmp_path: Path) -> None:
     """An SQLite file has its host's clock: only the death of a process counts there."""
     held = Storage.of_studies(tmp_path / "studies.sqlite")
     one, two = Leases(held, "campaign", "request"), Leases(held, "campaign", "request")
@@ -398,5 +398,5 @@ def test_a_clock_that_jumps_buries_nobody_of_this_host(tmp_path: Path) -> None:
     assert one.standing.held == {*JOBS}
 
 
-def test_an_outage_buries_nobody() -> None:
+def test_an_outage_buries_no_worker() -> None:
     assert leases.EXPIRY_S > storage.OUTAGE_S + 2 * leases.BEAT_S

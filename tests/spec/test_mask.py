@@ -220,8 +220,8 @@ def test_a_last_key_is_all_that_bounds_its_mask(
     monkeypatch.setattr(maskfile.standins, "run", lambda module: file)
     assert maskfile.mask_named.__wrapped__("causal").right
     file["MASK"] = replace(file["MASK"], **stated)
-    allowed = "allowed beside it are left=False, right=True, values: none"
-    with pytest.raises(ValueError, match=f"^kernels/masks/causal.py: last_key is defined beside {said}; {allowed}$"):
+    allowed = "allowed with it are left=False, right=True, values: none"
+    with pytest.raises(ValueError, match=f"^kernels/masks/causal.py: last_key is defined with {said}; {allowed}$"):
         maskfile.mask_named.__wrapped__("causal")
     del file["last_key"]
     assert maskfile.mask_named.__wrapped__("causal") is file["MASK"]

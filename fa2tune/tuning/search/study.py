@@ -127,6 +127,13 @@ class KeyStudy:
         ]  # fmt: skip
         return sorted(timed, key=lambda outcome: (outcome.time_us, point(outcome.config)))
 
+    def last_failure(self, implementation: str) -> str:
+        """Why the last candidate of an implementation that did not end well did not, "": all of them did."""
+        without = [f"{outcome.status}: {outcome.why}" for outcome in self.outcomes.values()
+                   if outcome.time_us is None and outcome.implementation == implementation]  # fmt: skip
+        wrong = [why for where, why in self.disqualified.items() if implementation_of(dict(where)) == implementation]
+        return next(reversed([*without, *wrong]), "")
+
     def statuses(self) -> dict[str, int]:
         """Reason -> how many candidates it cost."""
         statuses = Counter(outcome.status for outcome in self.outcomes.values() if outcome.status)

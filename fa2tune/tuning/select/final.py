@@ -72,6 +72,9 @@ class Final:
                 continue
             race = yield from self._raced(contenders, "proof")
             if race is not None:
+                for name in self.implementations:
+                    if name not in near and (why := self.study(name).last_failure(name)):
+                        self.log.watcher.line(f"{self.title}: no row by {name}: {why}")
                 rows = self._rows(leaders, rivals, contenders, errors, [*races, race])
                 return rows, not race.tainted
 

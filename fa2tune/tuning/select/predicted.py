@@ -83,10 +83,11 @@ class Predicted:
                     with_margin(ranked, rival, default.time_us if default else None) if task.proven is None
                     else with_margin(ranked, task.default)
                 )  # fmt: skip
+                wrong = ""
                 for outcome in candidates:
                     errors = yield from self._proved(task, outcome.config)
                     if isinstance(errors, str):
-                        study.disqualify(outcome.config, errors)
+                        study.disqualify(outcome.config, wrong := errors)
                         continue
                     assert outcome.time_us is not None
                     rows[key].append(
@@ -97,6 +98,9 @@ class Predicted:
                         )
                     )  # fmt: skip
                     break
+                else:
+                    if wrong and task.proven is None:  # that no GPU has run a config is no fault
+                        self.log.watcher.line(f"{task.title} {key.bucket}: no row by {implementation}: {wrong}")
         for key, found in rows.items():
             study = task.studies[key]
             found = [replace(row, tried=len(study.outcomes), pruned=task.pruned(key)) for row in found]

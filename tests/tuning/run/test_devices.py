@@ -64,7 +64,7 @@ def test_a_gpu_that_is_lost_leaves_its_work_to_the_others(bench, used, monkeypat
     assert {device for device, *_ in bench.did("on")} == {"0", "2"}
 
 
-def test_nobody_waits_for_an_import_or_for_a_job_to_be_opened(tmp_path, used, monkeypatch):
+def test_no_gpu_waits_for_an_import_or_for_a_job_to_be_opened(tmp_path, used, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
     run, did = Run(asked(monkeypatch, tmp_path, (0, 1)), Watcher(), FAKES), []
     monkeypatch.setattr(Crew, "prepare", lambda crew: did.append(("prepare", crew)))
@@ -103,7 +103,7 @@ def test_a_gpu_that_does_no_more_has_no_part_in_anything(tmp_path, used, monkeyp
     assert len(run.method.crews) == 3, "all are closed at the end"
 
 
-def test_the_last_gpu_lost_ends_the_run_and_blames_nobody(bench, used, monkeypatch):
+def test_the_last_gpu_lost_ends_the_run_and_blames_no_config(bench, used, monkeypatch):
     monkeypatch.setenv("FA2TUNE_FAKE_LOST", "0 1 2")
     with pytest.raises(GpuLost, match="no CUDA-capable device"):
         bench.tune(HERE, devices="all", trials=4, buckets=(512,))

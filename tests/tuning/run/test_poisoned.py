@@ -146,7 +146,7 @@ def test_three_poisoned_in_ten_change_no_winner_and_none_is_tried_twice(bench, m
     assert len(hit) > 0.3 * len(tried) and {fault for fault, _ in bench.done()} == set(hit) == set(kinds)
     assert winners(poisoned) == best
     assert sorted(map(repr, bench.tried("poisoned"))) == sorted(map(repr, tried))  # none was lost on the way
-    counted = Counter(faults.FATE[fault] for fault in hit)
+    counted = Counter(faults.STATUS[fault] for fault in hit)
     for row in poisoned.rows:
         assert {status: row.pruned.get(status, 0) for status in counted} == counted and "failed" not in row.pruned
 

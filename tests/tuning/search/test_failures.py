@@ -120,7 +120,7 @@ def test_trouble_of_the_host_says_nothing_about_the_candidate(monkeypatch, error
     assert status_of(job) in BLAMELESS
 
 
-def test_nobody_is_blamed_for_what_he_did_not_do(tmp_path):
+def test_no_config_is_blamed_for_what_it_did_not_do(tmp_path):
     page = FailureRecord(Storage(None, tmp_path / "ledger.sqlite"), TODAY).of_kernel(FWD, SPEC, 90)
     for word in [*sorted(BLAMELESS), "wrong_result", "shared_memory", ""]:
         page.add(LAUNCH, DEFAULT, word, "why")
@@ -169,5 +169,5 @@ def test_a_file_that_is_no_failure_record_is_named(tmp_path):
 
 
 def test_every_fault_has_a_status_that_the_failure_record_keeps():
-    assert set(faults.FATE.values()) <= FAULTS
+    assert set(faults.STATUS.values()) <= FAULTS
     assert {word for word, _ in status._WORDS} <= FAULTS | BLAMELESS | {"wrong_result"}

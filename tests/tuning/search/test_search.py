@@ -110,7 +110,7 @@ def test_what_is_pruned_is_decided_per_load_variant_and_at_every_length():
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)
-def test_what_is_called_hopeless_never_won_by_constants_that_did_not_see_the_table(path):
+def test_what_is_predicted_too_slow_never_won_by_constants_that_did_not_see_the_table(path):
     """By the shipped constants here, for speed; benchmarks/search_quality.py fits them anew without the table."""
     recorded = tables.load(path)
     configs = [dict(where) for where in recorded.times]

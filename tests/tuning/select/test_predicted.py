@@ -75,6 +75,17 @@ def test_a_wrong_prediction_winner_is_passed_over(bench, monkeypatch):
     assert report.rows and all(row.config["HEADS_PER_WAVE"] != 1 for row in report.rows)
 
 
+@pytest.mark.usefixtures("portable_kernels")
+def test_an_implementation_of_which_nothing_is_right_is_named_with_the_reason(bench: Bench) -> None:
+    """Another one's row would hide that it has none."""
+    bench.monkeypatch.setenv("FA2TUNE_FAKE_POISON", "never")
+    report = bench.tune(Target(A100, PREDICTED, None), trials=2, dtypes=("bf16",))
+    assert not report.rows
+    said = [line for line in bench.lines if "no row by pointer" in line]
+    assert said and all("512: " in line or "4096: " in line for line in said)
+    assert all(line.endswith("ValueError: fwd: got a parameter heads_query") for line in said)
+
+
 @pytest.mark.usefixtures("both_kernels")
 def test_without_a_gpu_their_default_is_predicted_first_of_all(bench: Bench) -> None:
     report = bench.tune(Target(A100, PREDICTED, None), trials=4, dtypes=("bf16", "fp16"))

@@ -46,7 +46,7 @@ def test_a_default_that_crashes_leaves_rows_without_a_gain(bench, monkeypatch):
 
 
 @pytest.mark.parametrize("quarrels", [1, 2])
-def test_a_race_that_dies_with_nobody_failing_alone_is_nobodys_fault(bench, monkeypatch, quarrels):
+def test_a_race_that_dies_with_no_config_failing_alone_is_no_configs_fault(bench, monkeypatch, quarrels):
     """Run again once; what fails together again is left out of this final, and not filed as failing."""
     monkeypatch.setenv("FA2TUNE_FAKE_QUARRELS", str(quarrels))
     report = bench.tune(HERE, trials=8, buckets=(512,))

@@ -101,6 +101,10 @@ def test_a_wrong_variant_costs_the_others_nothing(bench: Bench, monkeypatch: pyt
     assert {r.filed_as for r in clean.rows} == {r.filed_as for r in report.rows} | {WARP_SPECIALIZED}
     assert {r.filed_as: r.config for r in report.rows}.items() <= {r.filed_as: r.config for r in clean.rows}.items()
     assert report.statuses["wrong_result"] or report.statuses["failed"]
+    (said,) = (line for line in bench.lines if "no row by" in line)
+    assert said.startswith(f"fwd bf16 128 causal 4096: no row by {WARP_SPECIALIZED}: ") and said.endswith(
+        "NaN in 3 of 9 elements"
+    )
 
 
 def test_they_are_predicted_as_the_portable_ones_are(bench: Bench) -> None:
