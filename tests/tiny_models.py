@@ -4,6 +4,7 @@ asks on the GPU and tests/interpreter on the CPU."""
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +25,17 @@ FACTOR, GRADIENT = 2.0, 3.0
 
 @dataclass(frozen=True)
 class Size:
-    """Of a row of tokens, its padding, its documents and the keys of a window; layers of models whose layers are alike."""
+    """Of a row of tokens, its padding, its documents and the keys of a window; layers of models whose layers are alike.
+    ``dim``: of a head, None for a model's own; ``key_heads``: of decoders that may have fewer."""
 
     tokens: int
     padding: int
     documents: tuple[int, ...]
     window: int
     layers: int = 1
+    heads: int = 2
+    key_heads: int = 1
+    dim: int | None = None
 
     @property
     def positions(self) -> torch.Tensor:
@@ -41,28 +46,42 @@ class Size:
         return torch.tensor([0, *self.documents]).cumsum(0).to(torch.int32)
 
 
+def drawn(name: str, seed: int, most: int) -> Size:
+    """At random: up to ``most`` tokens. Where tokens are rotated, head dims are even."""
+    dice = random.Random(f"{name} {seed}")
+    key_heads, tokens = dice.choice((1, 2, 3)), dice.randint(most // 3, most)
+    ends = sorted(dice.sample(range(1, tokens), dice.randint(1, 4)))
+    documents = tuple(end - start for start, end in itertools.pairwise((0, *ends, tokens)))
+    return Size(
+        tokens, dice.randrange(1, tokens), documents, window=dice.randint(2, tokens), layers=dice.choice((1, 2)),
+        heads=key_heads * dice.choice((1, 2, 4)), key_heads=key_heads,
+        dim=dice.randint(9, 100) if name in ("gpt2", "bert") else 2 * dice.randint(5, 50),
+    )  # fmt: skip
+
+
 def config(name: str, size: Size) -> Any:
-    """Two heads, in decoders but GPT-2 with one key head; head dims of 16 to 64."""
+    """As ``size`` says; head dims of 16 to 64 where it leaves them to the model."""
 
     def of_dim(dim: int, layers: int = size.layers) -> dict[str, Any]:
-        return {"vocab_size": VOCABULARY, "hidden_size": 2 * dim, "intermediate_size": 32, "num_hidden_layers": layers,
-                "num_attention_heads": 2, "max_position_embeddings": 2 * size.tokens, **SPREAD}  # fmt: skip
+        return {"vocab_size": VOCABULARY, "hidden_size": size.heads * (size.dim or dim), "intermediate_size": 32,
+                "num_hidden_layers": layers, "num_attention_heads": size.heads,
+                "max_position_embeddings": 2 * size.tokens, **SPREAD}  # fmt: skip
 
-    decoder = {"num_key_value_heads": 1, **NAMED}
+    decoder = {"num_key_value_heads": size.key_heads, **NAMED}
     if name == "llama":
         return transformers.LlamaConfig(**of_dim(64), **decoder)
     if name == "mistral":
         return transformers.MistralConfig(**of_dim(32), **decoder, sliding_window=size.window)
     if name == "qwen3":
-        return transformers.Qwen3Config(**of_dim(16), **decoder, head_dim=24)
+        return transformers.Qwen3Config(**of_dim(16), **decoder, head_dim=size.dim or 24)
     if name == "gemma2":
         window = {"sliding_window": size.window, "attn_logit_softcapping": 5.0}
-        return transformers.Gemma2Config(**of_dim(16, 2), **decoder, **window, head_dim=16)
+        return transformers.Gemma2Config(**of_dim(16, 2), **decoder, **window, head_dim=size.dim or 16)
     if name == "gpt2":
         none = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
         return transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_positions=2 * size.tokens, n_embd=32, n_layer=size.layers, n_head=2, **none, **SPREAD,
-            **NAMED,
+            vocab_size=VOCABULARY, n_positions=2 * size.tokens, n_embd=size.heads * (size.dim or 16), n_layer=size.layers,
+            n_head=size.heads, **none, **SPREAD, **NAMED,
         )  # fmt: skip
     if name == "bert":
         return transformers.BertConfig(**of_dim(40), attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
@@ -91,6 +110,11 @@ def ids(size: Size, rows: int = 2) -> torch.Tensor:
 
 
 CASES = ("plain", "left", "right", "packed")
+#: Models and cases that are compiled.
+COMPILED = (
+    ("llama", "plain"), ("llama", "left"), ("llama", "packed"), ("mistral", "left"), ("qwen3", "packed"), ("gpt2", "left"),
+    ("bert", "right"), ("modernbert", "packed"),
+)  # fmt: skip
 
 
 def sequences(case: str, size: Size) -> list[tuple[int, slice]]:

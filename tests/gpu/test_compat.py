@@ -28,9 +28,18 @@ def test_generate_against_float64(name):
     assert faults == []
 
 
-@pytest.mark.parametrize("case", ["plain", "left", "packed"])
-def test_torch_compile_without_graph_breaks(case):
-    faults = tiny_models.faults_compiled("llama", case, SIZE, torch.bfloat16, "cuda")
+@pytest.mark.parametrize("seed, dtype", [(0, torch.bfloat16), (1, torch.float16)], ids=str)
+@pytest.mark.parametrize("name", [*tiny_models.DECODERS, *tiny_models.ENCODERS])
+def test_sizes_drawn_at_random(name, seed, dtype):
+    size = tiny_models.drawn(name, seed, 300)
+    assert tiny_models.faults_trained(name, size, dtype, "cuda") == {}, size
+    if name in tiny_models.DECODERS:
+        assert tiny_models.faults_generated(name, size, 4, dtype, "cuda") == [], size
+
+
+@pytest.mark.parametrize("name, case", tiny_models.COMPILED)
+def test_torch_compile_without_graph_breaks(name, case):
+    faults = tiny_models.faults_compiled(name, case, SIZE, torch.bfloat16, "cuda")
     assert faults == []
 
 

@@ -239,9 +239,9 @@ def test_a_mask_as_long_as_a_static_cache_is_refused_while_a_graph_is_made(monke
     assert compat.mask(1, 2, 16, q_offset=torch.tensor(4), attention_mask=torch.ones(1, 6)).shape == (1, 1, 1, 6)
 
 
-@pytest.mark.parametrize("case", ["plain", "left", "packed"])
-def test_torch_compile_against_float64(case):
-    assert tiny_models.faults_compiled("llama", case, LONGER, torch.float16, backend="eager") == []
+@pytest.mark.parametrize("name, case", tiny_models.COMPILED)
+def test_torch_compile_against_float64(name, case):
+    assert tiny_models.faults_compiled(name, case, LONGER, torch.float16, backend="eager") == []
 
 
 @pytest.mark.parametrize("inputs", [{"attention_mask": padding("right")[:1]}, {"position_ids": restarts()}], ids=str)
