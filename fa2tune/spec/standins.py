@@ -21,7 +21,8 @@ from typing import Any, Protocol, TypeVar
 
 def _of_numpy(name: str) -> Callable[..., Any]:
     """numpy is imported where one is called."""
-    return lambda *numbers: getattr(importlib.import_module("numpy"), name)(*numbers)
+    find = cache(lambda: getattr(importlib.import_module("numpy"), name))
+    return lambda *numbers: find()(*numbers)
 
 
 def _cdiv(x: Any, y: Any) -> Any:

@@ -58,12 +58,19 @@ def queries_of_tiles(mask: Mask, seqlen_q: int, seqlen_k: int, keys: int, step: 
     return Visits(*_asked(mask.name, "query_range", starts, keys, seqlen_k - seqlen_q, seqlen_q, window, step))
 
 
+@lru_cache(maxsize=1024)
 def key_blocks(mask: Mask, seqlen_q: int, seqlen_k: int, rows: int, keys: int) -> tuple[Numbers, Numbers]:
-    """Of tiles of so many queries in kernels in Gluon: (first, end) of the blocks of so many keys that each visits."""
+    """Of tiles of so many queries in kernels in Gluon: (first, end) of the blocks of so many keys that each visits.
+    Both are shared: no caller writes to them."""
     starts, asked = _starts(seqlen_q, rows), (seqlen_q, seqlen_k, mask.arguments(seqlen_q, seqlen_k), keys)
     (end,) = _asked(mask.name, "blocks_below", starts + rows, *asked)
     (first,) = _asked(mask.name, "first_block", starts, *asked)
     return first, end
+
+
+def most_keys(mask: Mask, seqlen_q: int, seqlen_k: int) -> int:
+    """Keys up to the last one that any query sees."""
+    return int(keys_of_tiles(mask, seqlen_q, seqlen_k, max(1, seqlen_q), 1).end[-1])
 
 
 def _starts(length: int, size: int) -> Numbers:
