@@ -65,7 +65,7 @@ class Sample:
 
     @property
     def windowed(self) -> bool:
-        return window_schedule.covers(self.problem)
+        return window_schedule.is_window(self.problem)
 
 
 def drawing(which: str) -> dict[str, tuple[Packing, Mapping[str, Any]]]:

@@ -33,7 +33,7 @@ import marked
 import side_by_side
 
 from fa2tune.bench import packed, peers
-from fa2tune.bench.comparison import reference, tile_error
+from fa2tune.bench.oracle import reference, tile_error
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 
 TOLERANCE = 0.02  #: of ``tile_error``, bf16

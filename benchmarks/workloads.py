@@ -30,7 +30,7 @@ import click
 import marked
 import side_by_side
 
-from fa2tune.bench.comparison import reference, tile_error
+from fa2tune.bench.oracle import reference, tile_error
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
 

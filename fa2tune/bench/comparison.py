@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fa2tune.bench.oracle import reference, tile_error
 from fa2tune.bench.packed import PackedProblem, posed
 from fa2tune.bench.peers import SUBJECT, Peer
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
@@ -31,6 +32,7 @@ from fa2tune.spec.problem import (
     WORKLOAD_TOKENS,
     Problem,
 )
+from fa2tune.spec.score import NONE, Score
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +53,6 @@ MAX_FILE = 64 << 20  #: bytes of a results file; one of a whole grid has 0.2 MiB
 _RESULTS = {"fwd": ("o",), "bwd": ("dq", "dk", "dv"), "both": ("dq", "dk", "dv")}
 #: Largest error let pass, relative, by tile (see tile_error). Loose: this asks "the right computation?", not "how exact?"
 MOST_ERROR = {"bf16": 0.05, "fp16": 0.01}
-_TILE = 64
 
 
 class BenchError(RuntimeError):
@@ -89,13 +90,14 @@ class Cell:
         return {
             "kind": self.kind, "dtype": p.dtype, "head_dim": p.head_dim, "causal": p.mask.row_mask == "causal",
             "window": p.mask.window and list(p.mask.window), "mask": None if named else [p.mask.name, *p.mask.values],
+            "score": None if p.score == NONE else [p.score.name, *p.score.values],
             "seqlen": p.seqlen_q, "batch": p.batch, "heads": p.heads_q, "pass": self.pass_,
             "packed": list(p.lengths) if isinstance(p, PackedProblem) else None,
         }  # fmt: skip
 
     def __str__(self) -> str:
         p = self.problem
-        return f"{self.kind} {self.pass_} {p.dtype} head dim {p.head_dim} {p.mask} length {p.seqlen_q}"
+        return f"{self.kind} {self.pass_} {p.dtype} head dim {p.head_dim} {p.mask} score {p.score} length {p.seqlen_q}"
 
 
 def flops(problem: Problem, pass_: str) -> float:
@@ -106,11 +108,12 @@ def flops(problem: Problem, pass_: str) -> float:
 @dataclass(frozen=True)
 class Grid:
     """The FlashAttention-2 paper's settings (section 4.1) at the chosen head dims, masks and lengths: 16k tokens in all,
-    hidden size 2048. Memory is measured at batch 1, one dtype, head dim and mask. ValueError names a bad value."""
+    hidden size 2048. Memory is measured at batch 1, one dtype, head dim, mask and score term. ValueError names a bad value."""
 
     dtypes: Sequence[str] = ("bf16",)
     head_dims: Sequence[int] = HEAD_DIMS
     masks: Sequence[Mask] = (FULL, CAUSAL)
+    scores: Sequence[Score] = (NONE,)  #: terms
     seqlens: Sequence[int] = BUCKETS
     passes: Sequence[str] = BENCHED
     timings: Sequence[str] = ("interleaved",)
@@ -139,76 +142,37 @@ class Grid:
     def cells(self) -> list[Cell]:
         if self.packings:
             return [
-                Cell(PACKED_TIMINGS[timing], posed(dtype, dim, max(1, WORKLOAD_HIDDEN // dim), mask, lengths), pass_)
-                for dtype, dim, mask, lengths, pass_, timing in itertools.product(
-                    self.dtypes, self.head_dims, self.masks, self.packings, self.passes, self.timings
+                Cell(
+                    PACKED_TIMINGS[timing],
+                    posed(dtype, dim, max(1, WORKLOAD_HIDDEN // dim), mask, lengths, score),
+                    pass_,
+                )
+                for dtype, dim, mask, score, lengths, pass_, timing in itertools.product(
+                    self.dtypes, self.head_dims, self.masks, self.scores, self.packings, self.passes, self.timings
                 )
             ]
         timed = [
-            Cell(TIMINGS[timing], _problem(dtype, dim, mask, length, max(1, WORKLOAD_TOKENS // length)), pass_)
-            for dtype, dim, mask, length, pass_, timing in itertools.product(
-                self.dtypes, self.head_dims, self.masks, self.seqlens, self.passes, self.timings
+            Cell(TIMINGS[timing], _problem(dtype, dim, mask, score, length, max(1, WORKLOAD_TOKENS // length)), pass_)
+            for dtype, dim, mask, score, length, pass_, timing in itertools.product(
+                self.dtypes, self.head_dims, self.masks, self.scores, self.seqlens, self.passes, self.timings
             )
         ]
         dim = 128 if 128 in self.head_dims else self.head_dims[0]
         # a backward needs its forward, so its memory is that of both
         passes = ["fwd"] * ("fwd" in self.passes) + ["both"] * bool({"bwd", "both"} & set(self.passes))
         memory = [
-            Cell("memory", _problem(self.dtypes[0], dim, self.masks[0], length, 1), pass_)
+            Cell("memory", _problem(self.dtypes[0], dim, self.masks[0], self.scores[0], length, 1), pass_)
             for length, pass_ in itertools.product(self.memory_seqlens, passes)
         ]
         return timed + memory
 
 
-def _problem(dtype: str, head_dim: int, mask: Mask, seqlen: int, batch: int) -> Problem:
+def _problem(dtype: str, head_dim: int, mask: Mask, score: Score, seqlen: int, batch: int) -> Problem:
     heads = max(1, WORKLOAD_HIDDEN // head_dim)
-    return Problem(dtype, batch, heads, heads, seqlen, seqlen, head_dim, head_dim, mask)
+    return Problem(dtype, batch, heads, heads, seqlen, seqlen, head_dim, head_dim, mask, score=score)
 
 
 # ---- whether it is right -------------------------------------------------------------------------------------------
-
-
-def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, mask: Mask
-) -> dict[str, torch.Tensor]:  # fmt: skip
-    """One head, q [Sq, D], k [Sk, D], v [Sk, DV], do [Sq, DV] -> o, dq, dk, dv in float32, written out, a block of rows at a
-    time so that any length fits. A row that sees no key has zeros."""
-    import torch
-
-    q, k, v, do = (tensor.float() for tensor in (q, k, v, do))
-    scale, length = q.shape[1] ** -0.5, k.shape[0]
-    columns = torch.arange(length, device=q.device)
-    places = torch.arange(q.shape[0], device=q.device)
-    out = {"o": torch.empty_like(do), "dq": torch.empty_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
-    step = max(_TILE, (1 << 26) // length)
-    for first in range(0, q.shape[0], step):
-        rows = slice(first, first + step)
-        scores = q[rows] @ k.T * scale
-        if mask != FULL:
-            visible = mask.visible(places[rows, None], columns, len(places), len(columns))
-            scores.masked_fill_(~visible, float("-inf"))
-            p = torch.softmax(scores, -1).masked_fill_(~visible.any(-1, keepdim=True), 0.0)
-        else:
-            p = torch.softmax(scores, -1)
-        o = p @ v
-        ds = p * (do[rows] @ v.T - (do[rows] * o).sum(-1, keepdim=True))
-        out["o"][rows], out["dq"][rows] = o, ds @ k * scale
-        out["dk"] += ds.T @ q[rows] * scale
-        out["dv"] += p.T @ do[rows]
-    return out
-
-
-def tile_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest RMS error of a tile of 64 rows, relative to the RMS of the tile. [S, D] each.
-
-    By tile, because under a causal mask early rows are so much larger that they would hide wrong late ones."""
-    import torch
-
-    def rms(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack([tile.square().mean().sqrt() for tile in tensor.split(_TILE)])
-
-    floor = 1.0 / want.shape[0]  # well below any tile but those that are zero by construction, as dq of the first row
-    return float((rms(got.float() - want) / rms(want).clamp_min(floor)).max())
 
 
 class Stand:
@@ -235,10 +199,10 @@ class Stand:
         """Of packed sequences each by itself."""
         import torch
 
-        mask, inputs = self.problem.mask, [tensor[b, :, h] for tensor in self.inputs]
+        terms, inputs = (self.problem.mask, self.problem.score), [tensor[b, :, h] for tensor in self.inputs]
         lengths = self.problem.lengths if isinstance(self.problem, PackedProblem) else (self.problem.seqlen_q,)
         parts = zip(*(tensor.split(lengths) for tensor in inputs), strict=True)
-        alone = [reference(q, k, v, do, mask) for q, k, v, do in parts]
+        alone = [reference(q, k, v, do, *terms) for q, k, v, do in parts]
         return {name: torch.cat([one[name] for one in alone]) for name in alone[0]}
 
     def call(self, name: str, pass_: str) -> Call:
@@ -386,7 +350,7 @@ class Results:
 
 
 def _is(record: Mapping[str, Any], cell: Cell) -> bool:
-    return all(record.get(field) == value for field, value in cell.identity.items())  # older files lack window and mask
+    return all(record.get(field) == value for field, value in cell.identity.items())  # older files lack some
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -432,8 +396,10 @@ def _damage(data: Mapping[str, Any]) -> str | None:
                 return f"{field} of cell {number} must be {kind.__name__}, is {cell.get(field)!r:.40}"
         if (window := cell.get("window")) is not None and not _is_window(window):
             return f"window of cell {number} must be null or two numbers or nulls, is {window!r:.40}"
-        if (mask := cell.get("mask")) is not None and not _is_mask(mask):
+        if (mask := cell.get("mask")) is not None and not _is_named(mask, int):
             return f"mask of cell {number} must be null or a name and integers, is {mask!r:.40}"
+        if (score := cell.get("score")) is not None and not _is_named(score, float):
+            return f"score of cell {number} must be null or a name and numbers, is {score!r:.40}"
         if not _is_packing(cell.get("packed"), cell["kind"] in PACKED_TIMINGS.values()):
             return f"packed of cell {number} must be null or, of packed sequences, their lengths, is {cell.get('packed')!r:.40}"
         for name, entry in cell["peers"].items():
@@ -460,10 +426,10 @@ def _is_packing(value: Any, packed: bool) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int and each > 0 for each in value)
 
 
-def _is_mask(value: Any) -> bool:
+def _is_named(value: Any, kind: type) -> bool:
     return (
         isinstance(value, list) and bool(value) and isinstance(value[0], str) and value[0].isidentifier()
-        and all(type(each) is int for each in value[1:])
+        and all(type(each) is kind for each in value[1:])
     )  # fmt: skip
 
 

@@ -14,10 +14,22 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fa2tune.bench.peers import PEERS, SUBJECT, Peer, kernels_of, library_missing, window_sides
+from fa2tune.bench.peers import (
+    PEERS,
+    SUBJECT,
+    Peer,
+    fa4_options,
+    kernels_of,
+    library_missing,
+    refuse_masks,
+    refuse_scores,
+    soft_cap,
+    window_sides,
+)
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, Mask
 from fa2tune.spec.problem import Problem
+from fa2tune.spec.score import NONE, Score
 
 if TYPE_CHECKING:
     import torch
@@ -70,9 +82,13 @@ class PackedProblem(Problem):
         return self.flops_of_sequences(pass_, self.lengths)
 
 
-def posed(dtype: str, head_dim: int, heads: int, mask: Mask, lengths: tuple[int, ...]) -> PackedProblem:
+def posed(
+    dtype: str, head_dim: int, heads: int, mask: Mask, lengths: tuple[int, ...], score: Score = NONE
+) -> PackedProblem:  # fmt: skip
     total, extent = sum(lengths), Extent(RAGGED, len(lengths), max(lengths))
-    return PackedProblem(dtype, 1, heads, heads, total, total, head_dim, head_dim, mask, extent=extent, lengths=lengths)
+    return PackedProblem(
+        dtype, 1, heads, heads, total, total, head_dim, head_dim, mask, score=score, extent=extent, lengths=lengths
+    )
 
 
 # ---- the calls: offsets of queries and of keys, the longest of each; then q, k, v of (total, heads, dim)
@@ -89,24 +105,22 @@ def sides_of(queries: Sequence[int], keys: Sequence[int]) -> Sides:
     return of_q, of_k, max(queries), max(keys)
 
 
-def own_call(sides: Sides, mask: Mask) -> Attention:
+def own_call(sides: Sides, mask: Mask, score: Score = NONE) -> Attention:
     import fa2tune
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = fa2tune.attention_varlen(q, k, v, *sides, mask=mask)
+        out = fa2tune.attention_varlen(q, k, v, *sides, mask=mask, score=score)
         assert not isinstance(out, tuple)  # return_lse was not asked for
         return out
 
     return attention
 
 
-def fa4_call(sides: Sides, mask: Mask) -> Attention:
+def fa4_call(sides: Sides, mask: Mask, score: Score = NONE) -> Attention:
     from flash_attn.cute import flash_attn_varlen_func
 
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    options: dict[str, Any] = {**dict(zip(names, sides, strict=True)), "causal": mask == CAUSAL}
-    if mask.window is not None:
-        options["window_size"] = mask.window
+    options: dict[str, Any] = {**dict(zip(names, sides, strict=True)), **fa4_options(mask, score)}
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         out = flash_attn_varlen_func(q, k, v, **options)
@@ -115,22 +129,26 @@ def fa4_call(sides: Sides, mask: Mask) -> Attention:
     return attention
 
 
-def fa3_call(sides: Sides, mask: Mask) -> Attention:
+def fa3_call(sides: Sides, mask: Mask, score: Score = NONE) -> Attention:
     """FlashAttention-3's operator of vLLM. It has no backward."""
     import torch
 
+    refuse_masks("FlashAttention-3", mask)
+    cap = soft_cap("FlashAttention-3", score)
     torch.ops.load_library(os.environ[FA3_LIBRARY])
     operator, causal = torch.ops._vllm_fa3_C.fwd, mask == CAUSAL
     starts_q, starts_k, longest_q, longest_k = sides
     return lambda q, k, v: operator(
         q, k, v, *[None] * 4, starts_q, starts_k, *[None] * 3, longest_q, longest_k, *[None] * 9, q.shape[-1] ** -0.5,
-        causal, *window_sides(mask), 0.0, True, None, 0, None, 0, None, 1, 0, None,
+        causal, *window_sides(mask), cap, True, None, 0, None, 0, None, 1, 0, None,
     )[0]  # fmt: skip
 
 
-def torch_call(sides: Sides, mask: Mask) -> Attention:
+def torch_call(sides: Sides, mask: Mask, score: Score = NONE) -> Attention:
     from torch.nn.attention.varlen import varlen_attn
 
+    refuse_masks("varlen_attn", mask)
+    refuse_scores("varlen_attn", score)
     window = (-1, 0) if mask == CAUSAL else window_sides(mask)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -160,12 +178,12 @@ def _forward_alone(_problem: Problem, pass_: str, _free: int) -> str | None:
     return None if pass_ == "fwd" else "it has no backward"
 
 
-def _made(call: Callable[[Sides, Mask], Attention]) -> Callable[[Problem], Attention]:
+def _made(call: Callable[[Sides, Mask, Score], Attention]) -> Callable[[Problem], Attention]:
     """Of tensors as bench has them, (1, total, heads, dim)."""
 
     def make(problem: Problem) -> Attention:
         assert isinstance(problem, PackedProblem)
-        attention = call(sides_of(problem.lengths, problem.lengths), problem.mask)
+        attention = call(sides_of(problem.lengths, problem.lengths), problem.mask, problem.score)
 
         def of_one_entry(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return attention(q.squeeze(0), k.squeeze(0), v.squeeze(0)).unsqueeze(0)

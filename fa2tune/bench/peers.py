@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec.maskfile import mask_named
 from fa2tune.spec.problem import ITEMSIZE, Problem
+from fa2tune.spec.score import NONE, Score
+from fa2tune.spec.scorefile import score_named
 
 if TYPE_CHECKING:
     import torch
@@ -67,11 +70,30 @@ def kernels_of(problem: Problem, pass_: str) -> dict[str, str]:
     return found | (serving.served_by(problem, gpu, True) if pass_ != "fwd" else {})
 
 
+def refuse_masks(label: str, mask: Mask) -> None:
+    """Of a peer that has windows and a causal mask. NotImplementedError: it lacks this one."""
+    if mask.window is None and mask not in (FULL, CAUSAL):
+        raise NotImplementedError(f"{label} has no mask {mask}")
+
+
+def soft_cap(label: str, score: Score) -> float:
+    """For a peer whose only score term is a soft cap; 0: none. NotImplementedError: it lacks this one."""
+    if score.name not in (NONE.name, "softcap"):
+        raise NotImplementedError(f"{label} has no score term {score}")
+    return score.values[0] if score.values else 0.0
+
+
+def refuse_scores(label: str, score: Score) -> None:
+    """Of a peer without score terms. NotImplementedError: this is one."""
+    if score != NONE:
+        raise NotImplementedError(f"{label} has no score term {score}")
+
+
 def _fa2tune(problem: Problem) -> Attention:
     import fa2tune
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = fa2tune.attention(q, k, v, mask=problem.mask)
+        out = fa2tune.attention(q, k, v, mask=problem.mask, score=problem.score)
         assert not isinstance(out, tuple)  # return_lse was not asked for
         return out
 
@@ -97,7 +119,7 @@ def _standard(problem: Problem) -> Attention:
         return ~_visible(problem, device)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        scores = (q * scale) @ k.transpose(-2, -1)
+        scores = problem.score.transformed((q * scale) @ k.transpose(-2, -1))
         if problem.mask != FULL:
             scores = scores.masked_fill(hidden(q.device), float("-inf"))
         return torch.softmax(scores, -1) @ v
@@ -120,11 +142,12 @@ def _sdpa(backend: str) -> Callable[[Problem], Attention]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
+        refuse_scores("SDPA", problem.score)
         chosen, causal = getattr(SDPBackend, backend), problem.mask == CAUSAL
 
         @functools.cache
         def mask(device: torch.device) -> torch.Tensor | None:
-            """SDPA has no windows: their matrix, which not every backend takes."""
+            """SDPA has no masks but causal: their matrix, which not every backend takes."""
             return None if problem.mask in (FULL, CAUSAL) else _visible(problem, device)
 
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -145,18 +168,22 @@ def _flex(problem: Problem) -> Attention:
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
+    # found here: Dynamo cannot trace how a file is read
+    sees, sides = mask_named(problem.mask.name).visible, problem.mask.values
+    transformed, numbers = score_named(problem.score.name).transformed, problem.score.values
+    lengths = problem.seqlen_q, problem.seqlen_k
+    score_mod = None if problem.score == NONE else lambda scores, *_: transformed(scores, numbers)
+
     @functools.cache
     def mask(device: torch.device) -> Any:
         def visible(b: Any, h: Any, row: Any, column: Any) -> Any:
-            return problem.mask.visible(row, column, problem.seqlen_q, problem.seqlen_k)
+            return sees(row, column, lengths, sides)
 
         # compiled too: eager, it writes out the N x N mask
-        return torch.compile(create_block_mask)(
-            visible, None, None, problem.seqlen_q, problem.seqlen_k, device=str(device)
-        )
+        return torch.compile(create_block_mask)(visible, None, None, *lengths, device=str(device))
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = compiled(q, k, v, block_mask=None if problem.mask == FULL else mask(q.device))
+        out = compiled(q, k, v, score_mod=score_mod, block_mask=None if problem.mask == FULL else mask(q.device))
         assert not isinstance(out, tuple)  # neither lse nor auxiliary outputs were asked for
         return out
 
@@ -175,7 +202,7 @@ def _triton_plain(problem: Problem) -> Attention:
         @staticmethod
         def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             o, lse = passes.forward(
-                q, k, v, mask=problem.mask, softmax_scale=scale, config=PLAIN_CONFIGS["fwd"]
+                q, k, v, mask=problem.mask, softmax_scale=scale, config=PLAIN_CONFIGS["fwd"], score=problem.score
             )  # fmt: skip
             ctx.save_for_backward(q, k, v, o, lse)
             return o
@@ -184,23 +211,28 @@ def _triton_plain(problem: Problem) -> Attention:
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
             return passes.backward(
                 gradients[0], None, *ctx.saved_tensors, mask=problem.mask, softmax_scale=scale, strategy="split",
-                configs=PLAIN_CONFIGS,
+                configs=PLAIN_CONFIGS, score=problem.score,
             )  # fmt: skip
 
     apply: Attention = Plain.apply
     return apply
 
 
+def fa4_options(mask: Mask, score: Score) -> dict[str, Any]:
+    """NotImplementedError: FlashAttention-4 lacks one of them."""
+    refuse_masks("FlashAttention-4", mask)
+    cap = soft_cap("FlashAttention-4", score)
+    window = {} if mask.window is None else {"window_size": mask.window}
+    return {"causal": mask == CAUSAL, **window, **({"softcap": cap} if cap else {})}
+
+
 def _fa4(problem: Problem) -> Attention:
     from flash_attn.cute import flash_attn_func
 
-    causal = problem.mask == CAUSAL
-    if problem.mask.window is None and problem.mask not in (FULL, CAUSAL):
-        raise NotImplementedError(f"FlashAttention-4 has no mask {problem.mask}")
-    window = {} if problem.mask.window is None else {"window_size": problem.mask.window}
+    options = fa4_options(problem.mask, problem.score)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = flash_attn_func(q, k, v, causal=causal, **window)
+        out = flash_attn_func(q, k, v, **options)
         return out[0] if isinstance(out, tuple) else out  # some releases return lse beside it
 
     return attention
@@ -228,14 +260,14 @@ def flash_attn(problem: Problem) -> Attention:
     """The library's forward of (batch, seqlen, heads, dim) tensors, as sequences of equal lengths."""
     import torch
 
-    if problem.mask.window is None and problem.mask not in (FULL, CAUSAL):
-        raise NotImplementedError(f"flash-attn has no mask {problem.mask}")
+    refuse_masks("flash-attn", problem.mask)
+    cap = soft_cap("flash-attn", problem.score)
     left, right = window_sides(problem.mask)
     torch.ops.load_library(os.environ[FLASH_ATTN_LIBRARY])
     operator = torch.ops._vllm_fa2_C.varlen_fwd.default
     given = {
         "dropout_p": 0.0, "p_dropout": 0.0, "softmax_scale": problem.head_dim**-0.5, "zero_tensors": False,
-        "is_causal": problem.mask == CAUSAL, "window_size_left": left, "window_size_right": right, "softcap": 0.0,
+        "is_causal": problem.mask == CAUSAL, "window_size_left": left, "window_size_right": right, "softcap": cap,
         "return_softmax": False, "num_splits": 0, "max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k,
     }  # fmt: skip
     # releases differ in what stands where

@@ -89,7 +89,15 @@ def length_label(cell: CellRecord) -> str:
 
 
 def mask_label(cell: CellRecord) -> str:
-    """The name of a cell's mask: "full", "causal", "window LEFT, RIGHT", or another's with its values: "chunked 8192"."""
+    """The name of a cell's mask: "full", "causal", "window LEFT, RIGHT", or another's with its values: "chunked 8192". Behind
+    it the score term, if there is one: "causal, softcap 50"."""
+    if cell.get("score") is None:
+        return _mask_label(cell)
+    name, *values = cell["score"]
+    return f"{_mask_label(cell)}, {' '.join([name, *(f'{value:g}' for value in values)])}"
+
+
+def _mask_label(cell: CellRecord) -> str:
     if cell.get("mask") is not None:
         name, *values = cell["mask"]  # its file need not be here
         return f"{name} {', '.join(map(str, values))}".rstrip()

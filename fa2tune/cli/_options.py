@@ -112,13 +112,19 @@ def _named(given: str | None, argument: str, number: Callable[[str], Any], made:
         raise click.BadParameter(_as_typed(str(error).removeprefix(f"{argument}: "))) from None
 
 
-def named_mask(context: click.Context, option: click.Parameter, given: str | None) -> Mask | None:
-    """A callback: ``NAME[,VALUE...]`` -> the mask, as ``attention(mask=...)`` takes it; None where nothing came."""
+def named_mask(context: click.Context, option: click.Parameter, given: Any) -> Any:
+    """A callback: ``NAME[,VALUE...]`` -> the mask, as ``attention(mask=...)`` takes it; None where nothing came. With
+    ``multiple=True`` a list."""
+    if isinstance(given, tuple):
+        return [named_mask(context, option, text) for text in given]
     return _named(given, "mask", int, lambda *named: checked_mask(Mask(*named)))
 
 
-def named_score(context: click.Context, option: click.Parameter, given: str | None) -> Score:
-    """A callback: ``NAME[,VALUE...]`` -> the score term, as ``attention(score=...)`` takes it; none where nothing came."""
+def named_score(context: click.Context, option: click.Parameter, given: Any) -> Any:
+    """A callback: ``NAME[,VALUE...]`` -> the score term, as ``attention(score=...)`` takes it; none where nothing came. With
+    ``multiple=True`` a list."""
+    if isinstance(given, tuple):
+        return [named_score(context, option, text) for text in given]
     return _named(given, "score", float, lambda *named: checked_score(Score(*named))) or NONE
 
 

@@ -13,9 +13,10 @@ from fa2tune.bench import comparison
 from fa2tune.bench.packed import PACKED_BY_MMA_SYNC, PACKED_PEERS, lengths_of
 from fa2tune.bench.peers import BY_MMA_SYNC, FLASH_ATTN_LIBRARY, PEERS, SUBJECT, by_mma_sync, select
 from fa2tune.cli import _output
-from fa2tune.cli._options import comma_separated, masks, shown_errors, window
-from fa2tune.spec.mask import ROW_MASKS, mask_of, row_mask_named
+from fa2tune.cli._options import comma_separated, masks, named_mask, named_score, shown_errors, window
+from fa2tune.spec.mask import ROW_MASKS, Mask, band, row_mask_named
 from fa2tune.spec.problem import BUCKETS
+from fa2tune.spec.score import NONE, Score
 
 
 def _text(values: tuple[Any, ...]) -> str:
@@ -27,6 +28,15 @@ def _packings(_context: click.Context, _option: click.Parameter, given: tuple[st
         return [lengths_of(text) for text in dict.fromkeys(given)]
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
+
+
+def _masks(mask: str | None, windows: list[tuple[int, int]], named: list[Mask]) -> list[Mask]:
+    """Each once. A band that is causal or no mask is that."""
+    others = [Mask("band", *sides) for sides in windows] + named
+    plain = [mask] if mask is not None else [] if others else ROW_MASKS
+    return [
+        *dict.fromkeys([*map(row_mask_named, plain), *(band(*one.window) if one.window else one for one in others)])
+    ]
 
 
 def _refuse_other_lengths() -> None:
@@ -57,7 +67,12 @@ def _refuse_other_lengths() -> None:
 @masks("both masks")
 @click.option("--window", "windows", multiple=True, metavar="LEFT,RIGHT", callback=window,
               help="A sliding window in place of the masks: keys to the left and to the right of the diagonal that a query "
-                   "sees, -1 for all. May be repeated, and combined with --causal or --full.")  # fmt: skip
+                   "sees, -1 for all: short for --mask band,LEFT,RIGHT.")  # fmt: skip
+@click.option("--mask", "named", multiple=True, metavar="NAME[,VALUE...]", callback=named_mask,
+              help="In place of both masks one by name, with its values: chunked,8192. This and --window may be repeated, and "
+                   "combined with --causal or --full.")  # fmt: skip
+@click.option("--score", "scores", multiple=True, metavar="NAME[,VALUE...]", callback=named_score,
+              help="A score term by name, with its values: softcap,50. May be repeated; none for calls without.")  # fmt: skip
 @click.option("--packed", "packings", multiple=True, metavar="LENGTHS", callback=_packings,
               help="Packed sequences in place of all lengths, and no peak memory: 16x1024 for 16 of 1024, 4096,2048,700 for "
                    "three, or both. May be repeated.")  # fmt: skip
@@ -87,24 +102,24 @@ def _refuse_other_lengths() -> None:
               help="Folder for bench.json and the plots.")  # fmt: skip
 def bench(
     peers: list[str] | None, headdim: list[int], seqlen: list[int], mask: str | None, windows: list[tuple[int, int]],
+    named: list[Mask], scores: list[Score],
     packings: list[tuple[int, ...]], passes: list[str], timings: list[str], dtype: list[str], memory_seqlen: list[int],
     no_memory: bool, seconds: float, time_budget: float | None, other: str | None, resume: bool, out: Path,
 ) -> None:  # fmt: skip
     """Time fa2tune against other exact attention on this GPU, in the FlashAttention-2 paper's settings.
 
-    Each cell (dtype, head dim, mask, length, pass) compares every peer's result with a float32 reference, and times those
-    that are right. bench.json is written after each cell.
+    Each cell (dtype, head dim, mask, score term, length, pass) compares every peer's result with a float32 reference, and
+    times those that are right. bench.json is written after each cell.
     """
     if packings:
         _refuse_other_lengths()
     try:
         known, alike = (PACKED_PEERS, PACKED_BY_MMA_SYNC) if packings else (PEERS, by_mma_sync())
         chosen, absent = select(alike if other is not None and peers is None else peers, known)
-        names = () if mask is None and windows else ROW_MASKS if mask is None else (mask,)
-        chosen_masks = map(row_mask_named, names)
         grid = comparison.Grid(
-            dtypes=dtype, head_dims=headdim, masks=[*chosen_masks, *(mask_of(False, one) for one in windows)], seqlens=seqlen,
-            passes=passes, timings=timings, memory_seqlens=() if no_memory else memory_seqlen, packings=packings,
+            dtypes=dtype, head_dims=headdim, masks=_masks(mask, windows, named), scores=[*dict.fromkeys(scores)] or [NONE],
+            seqlens=seqlen, passes=passes, timings=timings, memory_seqlens=() if no_memory else memory_seqlen,
+            packings=packings,
         )  # fmt: skip
     except ValueError as error:
         raise click.UsageError(str(error)) from None

@@ -20,6 +20,7 @@ from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
 from fa2tune.predicting import by_mma_sync, by_wgmma, tiles
 from fa2tune.predicting.tiles import Tiling
+from fa2tune.spec import visits
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, padded_head_dim
 from fa2tune.spec.variant import DESCRIPTOR, WARP_GROUP, WARP_THREADS, Variant, implementation_of
@@ -407,11 +408,9 @@ def times(
     x: Candidates, kernel: str, owns_queries: bool, problem: Problem, gpu: Gpu, calibration: Calibration = CALIBRATION
 ) -> Times:
     """Of candidates for one kernel and problem. Their ``fit`` must be 1 or more, the problem not empty."""
-    c = calibration
     sides = zip(x.block_m[:, 0].astype(int).tolist(), x.block_n[:, 0].astype(int).tolist(), strict=True)
-    return of_tiles(
-        x, kernel, side_by_side([tiles.tiling(owns_queries, problem, m, n) for m, n in sides]), problem, gpu, c
-    )
+    tilings = side_by_side([tiles.tiling(owns_queries, problem, m, n) for m, n in sides])
+    return of_tiles(x, kernel, tilings, problem, gpu, calibration)
 
 
 def of_tiles(x: Candidates, kernel: str, t: Tilings, problem: Problem, gpu: Gpu, c: Calibration) -> Times:
@@ -423,11 +422,12 @@ def of_tiles(x: Candidates, kernel: str, t: Tilings, problem: Problem, gpu: Gpu,
     resident = np.minimum(x.fit, per_sm)
     clocks = _clocks(x, trip, resident * x.groups, c)
     longest = _ends(t, c) + (t.longest * clocks).sum(1)
-    if problem.mask.row_mask == "full":  # equal tiles: whole rounds, then a last one with fewer blocks on an SM
-        rounds = np.floor(per_sm / resident)
-        rest = per_sm - rounds * resident
+    if not visits.longest_last(problem.mask):  # tiles in their order: whole rounds, then one with fewer blocks on an SM
+        # under a mask rounds are as long as the mean tile, but for the last
+        each = _head(t, clocks, c) / t.tiles if visits.bounded(problem.mask) else longest
+        rounds, rest = np.divmod(per_sm, resident)
         last = _ends(t, c) + (t.longest * _clocks(x, trip, np.maximum(1.0, rest) * x.groups, c)).sum(1)
-        cycles = rounds * longest + np.where(rest > 0, last, 0.0)
+        cycles = rounds * each + np.where(rest > 0, last, longest - each)
     else:  # longest tiles first in each band of heads: of the last band's, some begin when all others are through
         even = _head(t, clocks, c) * t.heads / (gpu.sm_count * resident)
         bands = np.ceil(t.heads / x.heads_per_wave)
@@ -454,8 +454,7 @@ def explain(
     fit = limits.blocks_per_sm(binary, gpu)
     if fit < 1:
         raise ValueError(f"binary: {binary.kernel} {dict(binary.config)} does not fit on {gpu.name}")
-    if loops is None:
-        loops = sass.counts(binary.cubin_path)
+    loops = sass.counts(binary.cubin_path) if loops is None else loops
     if not loops:  # bwd_delta: o and do in, delta out
         rows = problem.batch * problem.heads_q * problem.seqlen_q
         moved = rows * (2 * problem.head_dim_v * ITEMSIZE[problem.dtype] + 4)

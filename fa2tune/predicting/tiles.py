@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from fa2tune.spec import visits
 from fa2tune.spec.problem import ITEMSIZE, Problem
 
 
@@ -27,31 +28,18 @@ class Tiling:
 def of_queries(p: Problem, m: int, n: int) -> tuple[tuple[int, int], ...]:
     """Of kernels that own m queries and stream n keys at a time: (unmasked, masked) trips of each tile, as the kernels have
     them."""
-    tiles = []
-    for start in range(0, p.seqlen_q, m):
-        end, full = p.seqlen_k, p.seqlen_k // n * n
-        if p.mask.row_mask == "causal":
-            offset = p.seqlen_k - p.seqlen_q
-            end = min(p.seqlen_k, max(start + m + offset, 0))
-            full = min(p.seqlen_k, max(start + 1 + offset, 0)) // n * n
-        tiles.append((full // n, -(-(end - full) // n)))
-    return tuple(tiles)
+    plain, masked = visits.keys_of_tiles(p.mask, p.seqlen_q, p.seqlen_k, m, n).trips(n)
+    return tuple(zip(plain.tolist(), masked.tolist(), strict=True))
 
 
 def of_keys(p: Problem, m: int, n: int) -> tuple[tuple[int, int], ...]:
-    """Of kernels that own n keys and stream m queries at a time, for every query head of the group."""
-    tiles = []
-    last = -(-p.seqlen_q // m) * m
-    for start in range(0, p.seqlen_k, n):
-        begin = full = 0
-        if p.mask.row_mask == "causal":
-            offset = p.seqlen_k - p.seqlen_q
-            begin = min(max(start - offset, 0) // m * m, last)
-            full = min(-(-max(start + n - 1 - offset, 0) // m) * m, last)
-        if start + n > p.seqlen_k:
-            full = last
-        tiles.append(((last - full) // m * p.group, (full - begin) // m * p.group))
-    return tuple(tiles)
+    """Of kernels that own n keys and stream m queries at a time, for every query head of the group. A tile that has not all of
+    its keys is masked throughout."""
+    visited = visits.queries_of_tiles(p.mask, p.seqlen_q, p.seqlen_k, n, m)
+    plain, masked = (p.group * trips for trips in visited.trips(m))
+    if p.seqlen_k % n:
+        masked[-1], plain[-1] = masked[-1] + plain[-1], 0
+    return tuple(zip(plain.tolist(), masked.tolist(), strict=True))
 
 
 @lru_cache(maxsize=4096)

@@ -2,8 +2,8 @@
 
 Importing Triton and its Gluon takes 0.1 to 0.4 s, and all that a process that compiles nothing wants of such a file is plain
 Python: parameter names, grids, workspaces, what a mask lets a query see. So the file is run with stand-ins for Triton and for
-what other kernel files hold. Device code is never run; the first to want it gets the real kernel, Triton and all
-(``Kernel.real``).
+what other kernel files hold. Device code is not run, but for a mask's arithmetic on where tiles begin (``spec/visits.py``); the
+first to want a kernel gets the real one, Triton and all (``Kernel.real``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
+
+def _of_numpy(name: str) -> Callable[..., Any]:
+    """numpy is imported where one is called."""
+    find = cache(lambda: getattr(importlib.import_module("numpy"), name))
+    return lambda *numbers: find()(*numbers)
+
+
+def _cdiv(x: Any, y: Any) -> Any:
+    return -(-x // y)
+
+
 #: What the host's side calls of Triton.
 HELPERS: dict[str, Callable[..., Any]] = {
-    "triton.cdiv": lambda x, y: -(-x // y),
+    "triton.cdiv": _cdiv,
     "triton.next_power_of_2": lambda n: 1 << (n - 1).bit_length(),
 }
+#: And device functions that reckon with integers: of Triton's language and of Gluon's, for integers and arrays of them.
+for _language in ("triton.language", "triton.experimental.gluon.language"):
+    HELPERS |= {f"{_language}.{name}": _of_numpy(name) for name in ("minimum", "maximum", "where")}
+    HELPERS[f"{_language}.cdiv"] = _cdiv
 
 
 #: What kernel files share, which is run in the same way.
@@ -32,7 +47,8 @@ HOOK_FOLDERS = ("fa2tune.kernels.masks", "fa2tune.kernels.scores")
 
 
 class Kernel:
-    """Stands in for a kernel. ``fn``: its Python function, for the names of its parameters."""
+    """Stands in for a kernel. ``fn``: its Python function, for the names of its parameters. Called, it runs as plain Python
+    what reckons with integers."""
 
     def __init__(self, fn: Callable[..., Any], gluon: bool) -> None:
         self.fn, self._gluon = fn, gluon
@@ -46,6 +62,9 @@ class Kernel:
 
     def __getitem__(self, grid: Any) -> Any:
         return self.real()[grid]
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.fn(*arguments, **named)
 
 
 class _Described(Protocol):

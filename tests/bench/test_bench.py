@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +17,14 @@ from bench_fakes import FakeGpu
 from click.testing import CliRunner
 
 from fa2tune import gpus
-from fa2tune.bench import comparison, tables
+from fa2tune.bench import comparison, oracle, tables
 from fa2tune.bench import gpu as bench_gpu
 from fa2tune.bench.peers import PEERS, PLAIN_CONFIGS, SUBJECT, Peer, select
 from fa2tune.cli.bench import bench as command
 from fa2tune.measuring import timing
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
+from fa2tune.spec.score import NONE, Score
 
 REAL_GPU = bench_gpu.BenchGpu
 STANDARD = PEERS["standard"]
@@ -134,13 +135,38 @@ def test_a_peer_is_asked_for_the_mask_that_is_recorded(monkeypatch: pytest.Monke
     asked = []
     monkeypatch.setattr("fa2tune.attention", lambda q, k, v, **options: asked.append(options) or q)
     PEERS[SUBJECT].make(chunked)(*torch.zeros(3, 1, 1, 4, 16))
-    assert asked == [{"mask": Mask("chunked", 8)}]
+    assert asked == [{"mask": Mask("chunked", 8), "score": NONE}]
     for name in ("flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["flash_attn.cute"].flash_attn_func = lambda *tensors, **options: tensors[0]  # type: ignore[attr-defined]
     PEERS["fa4"].make(problem())
     with pytest.raises(NotImplementedError, match="FlashAttention-4 has no mask chunked 8"):
         PEERS["fa4"].make(chunked)
+
+
+def test_a_peer_is_asked_for_the_score_term_that_is_recorded_or_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    capped = replace(problem(), score=Score("softcap", 20.0))
+    asked: list[Any] = []
+    monkeypatch.setattr("fa2tune.attention", lambda q, k, v, **options: asked.append(options) or q)
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["flash_attn.cute"].flash_attn_func = lambda *tensors, **options: asked.append(options) or tensors[0]  # type: ignore[attr-defined]
+    for name in (SUBJECT, "fa4"):
+        PEERS[name].make(capped)(*torch.zeros(3, 1, 1, 4, 16))
+    assert asked == [{"mask": CAUSAL, "score": capped.score}, {"causal": True, "softcap": 20.0}]
+    with pytest.raises(NotImplementedError, match="SDPA has no score term softcap 20"):
+        PEERS["sdpa-cudnn"].make(capped)
+    for name, label in (("fa4", "FlashAttention-4"), ("flash-attn", "flash-attn")):
+        other = SimpleNamespace(mask=CAUSAL, score=Score("mine", 2.0))
+        with pytest.raises(NotImplementedError, match=f"{label} has no score term mine 2"):
+            PEERS[name].make(other)  # type: ignore[arg-type]
+
+
+def test_flex_attention_computes_masks_and_score_terms() -> None:
+    capped = replace(problem(seqlen=64), mask=Mask("chunked", 16), score=Score("softcap", 0.5))
+    q, k, v = torch.randn(3, 2, 3, 64, 16)
+    by_flex, by_standard = (PEERS[name].make(capped)(q, k, v) for name in ("flex", "standard"))
+    torch.testing.assert_close(by_flex, by_standard)
 
 
 def test_cells_of_masks_by_name_are_told_apart(tmp_path: Path) -> None:
@@ -162,14 +188,15 @@ def test_cells_of_masks_by_name_are_told_apart(tmp_path: Path) -> None:
 # ---- whether it is right
 
 
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, band(20, 0), band(5, 90), band(None, 7)], ids=str)
-def test_the_reference_is_attention(mask: Mask) -> None:
-    of = replace(problem(seqlen=130), batch=1, heads_q=1, heads_kv=1, mask=mask)
+@pytest.mark.parametrize("score", [NONE, Score("softcap", 0.7)], ids=str)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, band(20, 0), band(5, 90), band(None, 7), Mask("chunked", 30)], ids=str)
+def test_the_reference_is_attention(mask: Mask, score: Score) -> None:
+    of = replace(problem(seqlen=130), batch=1, heads_q=1, heads_kv=1, mask=mask, score=score)
     q, k, v, do = torch.randn(4, 1, 1, 130, 16, dtype=torch.float64)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = STANDARD.make(of)(*leaves)
     wanted = dict(zip(("o", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, leaves, do)), strict=True))
-    got = comparison.reference(*(t.detach()[0, 0] for t in (q, k, v, do)), of.mask)
+    got = oracle.reference(*(t.detach()[0, 0] for t in (q, k, v, do)), of.mask, of.score)
     for name, want in wanted.items():
         torch.testing.assert_close(got[name], want[0, 0].float(), rtol=1e-4, atol=1e-5)
 
@@ -360,6 +387,10 @@ def test_no_gpu_is_said(tmp_path: Path) -> None:
         (["--time-budget", "0"], "--time-budget"),
         (["--window", "1024"], "--window': got '1024', expected LEFT,RIGHT"),
         (["--window", "8,-2"], "--window': got '8,-2', expected LEFT,RIGHT"),
+        (["--mask", "chunked"], "--mask': got 'chunked', chunked has 1 value: 'chunked,chunk'"),
+        (["--mask", "causl"], "--mask': got 'causl', allowed are band, causal,"),
+        (["--score", "softcap,x"], "--score': got 'softcap,x', expected NAME or NAME,VALUE,...: numbers"),
+        (["--score", "softcap,-1"], "--score': got 'softcap,-1.0', cap must be from"),
     ],
 )
 def test_bad_options_are_usage_errors(arguments: list[str], said: str) -> None:
@@ -473,6 +504,39 @@ def test_windows_stand_in_place_of_the_masks_or_beside_one(tmp_path: Path, monke
     )
     with pytest.raises(ValueError, match="window of cell 0 must be null or two numbers"):
         comparison.load(tmp_path / "bench.json")
+
+
+def test_masks_and_score_terms_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_gpu, "BenchGpu", FakeGpu)
+    sdpa = replace(PEERS["sdpa-cudnn"], name="sdpa-cudnn")
+    monkeypatch.setattr("fa2tune.cli.bench.select", lambda *_: ({SUBJECT: FAKES[SUBJECT], "sdpa-cudnn": sdpa}, {}))
+    monkeypatch.setattr(comparison, "WORKLOAD_TOKENS", 64)
+    monkeypatch.setattr(comparison, "WORKLOAD_HIDDEN", 32)
+    arguments = ["--headdim", "16", "--seqlen", "64", "--no-memory", "--pass", "both", "--out", str(tmp_path)]
+    arguments += ["--mask", "chunked,16", "--mask", "band,-1,0", "--causal", "--window", "8,0", "--mask", "band,8,0"]
+    result = CliRunner().invoke(command, [*arguments, "--score", "softcap,2", "--score", "none"])
+    assert result.exit_code == 0, result.output
+    assert "[1/6] interleaved both bf16 head dim 16 causal, softcap 2 length 64" in result.output
+    assert "sdpa-cudnn failed in 3 cells: NotImplementedError: SDPA has no score term softcap 2" in result.output
+    cells = comparison.load(tmp_path / "bench.json")["cells"]
+    assert [(cell["causal"], cell["window"], cell["mask"], cell["score"]) for cell in cells] == [
+        (True, window, mask, score)
+        for window, mask in ((None, None), ([8, 0], None), (None, ["chunked", 16])) for score in (["softcap", 2.0], None)
+    ]  # fmt: skip
+    assert [*map(tables.mask_label, tables.records({"cells": cells}, "time"))] == [
+        "causal", "causal, softcap 2", "chunked 16", "chunked 16, softcap 2", "window 8, 0", "window 8, 0, softcap 2",
+    ]  # fmt: skip
+    own = {tables.mask_label(cell): cell["peers"][SUBJECT] for cell in cells}
+    assert {entry["status"] for entry in own.values()} == {"ok"}
+    rate = {name: entry["tflops"] * entry["ms"] for name, entry in own.items()}
+    assert rate["chunked 16"] / rate["causal"] == pytest.approx(4 * 17 * 8 / (64 * 64 / 2), rel=1e-3)
+    assert rate["chunked 16, softcap 2"] == rate["chunked 16"]
+    data = json.loads((tmp_path / "bench.json").read_text())
+    for wrong in ([], "softcap", ["softcap", "2"], ["soft cap", 2.0], ["softcap", 2]):
+        data["cells"][0]["score"] = wrong
+        (tmp_path / "bench.json").write_text(json.dumps(data))
+        with pytest.raises(ValueError, match="score of cell 0 must be null or a name and numbers"):
+            comparison.load(tmp_path / "bench.json")
 
 
 def test_an_interrupted_run_shows_what_it_has_and_exits_with_130(

@@ -21,8 +21,9 @@ from fa2tune.bench.packed import PACKED_PEERS, label_of, lengths_of, posed
 from fa2tune.bench.peers import PEERS, SUBJECT, Peer, select
 from fa2tune.cli.bench import bench as command
 from fa2tune.measuring.reference import attention as by_torch
-from fa2tune.spec.mask import CAUSAL, FULL, band
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
+from fa2tune.spec.score import NONE, Score
 
 LENGTHS = (30, 1, 70, 9)
 
@@ -124,10 +125,21 @@ def test_every_peer_is_asked_for_these_sequences_and_this_mask(monkeypatch: pyte
         for starts in (own[0][0], own[0][1], fa4[1]["cu_seqlens_q"], fa3[0][4], varlen[0][1]):
             assert starts.tolist() == [0, 30, 31, 101, 110] and starts.dtype is torch.int32
         assert own[0][2:] == varlen[0][2:] == (70, 70) and fa3[0][9:11] == (70, 70) and fa4[1]["max_seqlen_k"] == 70
-        assert own[1] == {"mask": mask}
+        assert own[1] == {"mask": mask, "score": NONE}
         assert fa4[1]["causal"] is (mask == CAUSAL) and fa4[1].get("window_size") == mask.window
         assert fa3[0][20:24] == (0.25, mask == CAUSAL, *((8, 0) if mask.window else (-1, -1)))
         assert varlen[1] == {"window_size": {FULL: (-1, -1), CAUSAL: (-1, 0)}.get(mask, (8, 0))}
+    chunked, capped = (posed("bf16", 16, 2, mask, LENGTHS, score) for mask, score in
+                       ((Mask("chunked", 8), NONE), (CAUSAL, Score("softcap", 5.0))))  # fmt: skip
+    for name, label in (("fa4", "FlashAttention-4"), ("fa3", "FlashAttention-3"), ("torch-varlen", "varlen_attn")):
+        with pytest.raises(NotImplementedError, match=f"{label} has no mask chunked 8"):
+            PACKED_PEERS[name].make(chunked)
+    for name in (SUBJECT, "fa4", "fa3"):
+        PACKED_PEERS[name].make(capped)(q, q, q)
+    assert asked[SUBJECT][1]["score"] == capped.score
+    assert asked["fa4"][1]["softcap"] == asked["fa3"][0][24] == 5.0
+    with pytest.raises(NotImplementedError, match="varlen_attn has no score term softcap 5"):
+        PACKED_PEERS["torch-varlen"].make(capped)
 
 
 def test_the_library_of_flash_attention_3_is_named_by_a_variable(

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fa2tune import gpus
@@ -19,13 +20,14 @@ from fa2tune.calling.schedules import forward_schedule
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import SPACE
-from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
 
 ROOT = Path(__file__).parents[2]
 RECORDED, HELD_OUT = (
     ROOT / "benchmarks" / "calls" / f"launch_choices_fwd{which}.json.gz" for which in ("", "_held_out")
 )
+H200, NODE = gpus.named("h200"), lookup.Toolchain(triton="3.6.0")
 CONFIG = {"BLOCK_M": 128, "BLOCK_N": 128, "maxnreg": 0, "HEADS_PER_WAVE": 4, "RESCALE": "lazy", "Q_STAGES": 1}
 
 
@@ -72,6 +74,40 @@ def test_the_busiest_program_is_that_of_the_kernels_order(heads, length, order):
     asked = Problem("bf16", 1, heads, heads, length, length, 128, 128, CAUSAL)
     found = forward_schedule._busiest(asked, {**CONFIG, "HEADS_PER_WAVE": order}, 132)
     assert found == pytest.approx(played(heads, length, 128, 128, min(order, heads), 132))
+
+
+@pytest.mark.parametrize(("heads", "length", "batch"), [(28, 4097, 3), (12, 1000, 1), (40, 700, 3), (16, 4096, 4)])
+@pytest.mark.parametrize("dim", [64, 128, 192])
+def test_causal_by_another_name_has_the_same_tiles(heads: int, length: int, batch: int, dim: int) -> None:
+    """Of equal lengths queries see the same keys, aligned at either end. What else a config says may be for causal alone."""
+    found = []
+    for mask in (CAUSAL, Mask("causal_top_left")):
+        asked = Problem("bf16", batch, heads, heads, length, length, dim, dim, mask)
+        choice = choosing.choose(asked, "fwd", H200, node=NODE)
+        found.append((choice.few_tiles, *(choice.config[name] for name in ("BLOCK_M", "BLOCK_N", "HEADS_PER_WAVE"))))
+        assert choice.row is not None
+        assert forward_schedule.expected_us(asked, choice.row, choice.config, 132) is not None
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("mask", [Mask("causal_top_left"), Mask("chunked", 300), band(500, 0)], ids=str)
+def test_the_busiest_program_is_that_of_the_masks_tiles(mask: Mask) -> None:
+    heads, seqlen_q, seqlen_k = 30, 1500, 2100
+    asked = Problem("bf16", 1, heads, heads, seqlen_q, seqlen_k, 128, 128, mask)
+    found = forward_schedule._busiest(asked, {**CONFIG, "HEADS_PER_WAVE": 4}, 132)
+    i, j = np.arange(12 * 128)[:, None], np.arange(17 * 128)
+    seen = np.broadcast_to(mask.visible(i, j, seqlen_q, seqlen_k), (len(i), len(j))) & (j < seqlen_k)
+    blocks = np.maximum(1, seen.reshape(12, 128, 17, 128).any((1, 3)).sum(1)) + forward_schedule.START[1]
+    if mask.name == "causal_top_left":  # bands of four heads, in the last one and every second the longest tiles first
+        order = [tile for nth in range(8)
+                 for tile in np.repeat(blocks[::-1] if (8 - nth) % 2 else blocks, 4 if nth < 7 else 2)]  # fmt: skip
+    else:
+        order = [*blocks] * heads
+    work = [0.0] * 132
+    for index, tile in enumerate(order):
+        turn, place = divmod(index, 132)
+        work[place if turn % 2 == 0 else 131 - place] += tile
+    assert found == pytest.approx(max(work))
 
 
 def test_programs_that_share_a_multiprocessor_count_alike_under_both_masks():

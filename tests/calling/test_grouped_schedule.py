@@ -121,7 +121,6 @@ def test_heads_that_do_not_fill_their_tiles_are_counted() -> None:
         {"aligned": False, "tma": False},
         {"dtype": "fp32"},
         {"batch": 1, "extent": Extent(RAGGED, 10, 66)},
-        {"mask": Mask("chunked", 64)},
         {"seqlen_k": 0},
         {"batch": 0},
         {"heads_q": 0, "heads_kv": 0},
@@ -135,6 +134,18 @@ def test_calls_that_the_kernel_is_not_asked_for(always: None, other: dict[str, A
 
 def test_score_terms_are_computed(always: None) -> None:
     assert chosen(replace(PROMPT, score=score_of(20.0))) is not None
+
+
+@pytest.mark.parametrize("mask", [Mask("chunked", 64), Mask("causal_top_left")], ids=str)
+def test_masks_that_are_not_measured_are_asked_for_too(always: None, mask: Mask) -> None:
+    tiles = chosen(replace(PROMPT, mask=mask))
+    assert tiles is not None
+    asked = replace(PROMPT, seqlen_q=4096, seqlen_k=4096)
+    times = {mask: grouped_schedule.grouped_us(replace(asked, mask=mask), tiles, H200) for mask in (mask, CAUSAL, FULL)}
+    if mask.name == "chunked":  # of 64 blocks a tile visits one or two
+        assert times[mask] < 0.2 * times[FULL]
+    else:
+        assert times[mask] == times[CAUSAL]
 
 
 def test_other_gpus_keep_their_kernels() -> None:

@@ -78,7 +78,7 @@ def test_a_window_costs_them_what_it_costs_others() -> None:
     shares = []
     for name, call in TIMED.items():
         problem = DRAWN[int(name.split()[0])][0]
-        for config in packed_grouped_schedule.candidates(problem, 90) if window_schedule.covers(problem) else ():
+        for config in packed_grouped_schedule.candidates(problem, 90) if window_schedule.is_window(problem) else ():
             form = f"grouped M{config['BLOCK_M']} N{config['BLOCK_N']} of {config['MEMBERS']} heads"
             if form in call["us"]["fwd"]:
                 shares.append(packed_grouped_schedule.grouped_us(problem, config, H200) / call["us"]["fwd"][form])

@@ -122,7 +122,7 @@ def test_visited_blocks_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch, 
     packed_schedule.visited.cache_clear()
     counted = packed_schedule.visited(problem, rows, columns)
     packed_schedule.visited.cache_clear()
-    assert counted == (len(found), sum(found), max(found), hidden if window_schedule.covers(problem) else 0)
+    assert counted == (len(found), sum(found), max(found), hidden if window_schedule.is_window(problem) else 0)
 
 
 @pytest.mark.parametrize("longest", [0, 512, 2048, 16384])

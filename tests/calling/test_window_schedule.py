@@ -61,7 +61,7 @@ def test_visited_blocks_are_those_of_the_kernel(mask: Mask) -> None:
                 - int(first(start, seqlen_q, seqlen_k, window, wide)))
             for start in range(0, seqlen_q, tall)
         ]  # fmt: skip
-        found = window_schedule.visited(seqlen_q, seqlen_k, *window, tall, wide)
+        found = window_schedule.visited(mask, seqlen_q, seqlen_k, tall, wide)
         assert found == pytest.approx(sum(counts) / len(counts))
 
 
@@ -113,14 +113,16 @@ def test_what_was_measured_to_be_fast_or_has_few_tiles_stays(heads: int, length:
     assert answer is not None and chosen(asked).row is answer.row
 
 
-def test_only_windows_bounded_on_both_sides_are_chosen_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_masks_bounded_on_both_sides_are_chosen_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("asked")
 
     monkeypatch.setattr(window_schedule, "best", never)
-    with pytest.raises(AssertionError, match="asked"):
-        form(windowed(64, 16384, 64, 127))
-    for mask in (FULL, CAUSAL, Mask("chunked", 512), band(None, 5), band(5, None)):
+    chunked = Problem("bf16", 1, 64, 64, 16384, 16384, 64, 64, Mask("chunked", 128))
+    for asked in (windowed(64, 16384, 64, 127), chunked):
+        with pytest.raises(AssertionError, match="asked"):
+            form(asked)
+    for mask in (FULL, CAUSAL, Mask("causal_top_left"), band(None, 5), band(5, None)):
         assert not window_schedule.covers(Problem("bf16", 1, 16, 16, 4096, 4096, 64, 64, mask))
         form(Problem("bf16", 1, 16, 16, 4096, 4096, 64, 64, mask))
 

@@ -16,6 +16,7 @@ from fa2tune.calling.schedules.tile_order import busiest, columns_of_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.lib.hopper import SECTOR
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, of_tiles, suited, third_stage
+from fa2tune.spec import visits
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
@@ -81,9 +82,14 @@ RACED = (64, 128, 256)  #: head dims whose rows stand on hundreds of trials, at 
 MOST_TILES, FULL_TILE, FEW_KEYS, MOST_KEYS = 8, 128, 1024, 4096
 
 
+def covers_mask(problem: Problem) -> bool:
+    """Whether the mask is none, or one that is bounded on the right alone, as causal is."""
+    return visits.longest_last(problem.mask) or not visits.bounded(problem.mask)
+
+
 def covers(problem: Problem) -> bool:
-    """Whether a call is dense, under a mask that was measured."""
-    return problem.mask.measured and not problem.extent.ragged
+    """Whether a call is dense, under such a mask."""
+    return covers_mask(problem) and not problem.extent.ragged
 
 
 def sector_cost(problem: Problem, config: Config, costs: Mapping[int, Mapping[int, float]] = SECTOR_COSTS) -> float:

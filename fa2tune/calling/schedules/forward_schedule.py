@@ -18,7 +18,7 @@ from fa2tune.calling.schedules import few_tiles
 from fa2tune.calling.schedules.tile_order import TILE_ORDERS, busiest, columns_of_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import SPACE, suited, without_norms
-from fa2tune.spec.mask import CAUSAL
+from fa2tune.spec import visits
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
 
@@ -94,10 +94,11 @@ def predicted_us(problem: Problem, row: Row, config: Config, sm_count: int) -> f
 
 
 def _tuned_on(row: Row, problem: Problem) -> bool:
-    """Whether the problem is the very workload that the row was measured on."""
+    """Whether the problem is the very workload that the row was measured on, its mask by whichever name."""
     tuned = row.key.workload()
     sizes = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k")
-    return all(getattr(problem, name) == getattr(tuned, name) for name in sizes)
+    same = all(getattr(problem, name) == getattr(tuned, name) for name in sizes)
+    return same and problem.keys_seen == tuned.keys_seen
 
 
 def of_like_work(problem: Problem, served: Row, others: Iterable[Row]) -> Row:
@@ -117,10 +118,10 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
     another of the rows, is predicted to be faster by more than MARGIN or ROW_MARGIN.
 
     ``others``: rows of the same kernel, head dims, dtype and mask as ``served`` that could serve. Nothing is predicted of rows
-    without a measured time; where ``served`` has none it stays.
+    without a measured time; where ``served`` has none it stays. Nor of windows and chunks: ``window_schedule``.
     """
     own = suited(problem, served.config)
-    if problem.is_empty or not problem.mask.measured:  # windows: window_schedule.py; no model of other masks
+    if problem.is_empty or not few_tiles.covers_mask(problem):
         return served, own
     if sm_count == served.key.sm_count and _tuned_on(served, problem):
         return served, own
@@ -133,7 +134,7 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
         fitted = suited(problem, row.config)
         if (known := _launch_and_block_us(problem, row, fitted)) is None:
             continue
-        for order in TILE_ORDERS if problem.mask == CAUSAL else (own["HEADS_PER_WAVE"],):
+        for order in TILE_ORDERS if visits.longest_last(problem.mask) else (own["HEADS_PER_WAVE"],):
             ordered = {**fitted, "HEADS_PER_WAVE": order}
             time = known[0] + known[1] * _busiest(problem, ordered, sm_count)
             if time < most:
@@ -167,7 +168,7 @@ def is_for_few_tiles(problem: Problem, config: Config, row: Row) -> bool:
 
 def expected_us(problem: Problem, row: Row, config: Config, sm_count: int) -> float | None:
     """Microseconds that a choice of ``best`` is expected to take; None: nothing is predicted of it."""
-    if not problem.mask.measured:
+    if not few_tiles.covers_mask(problem):
         return None
     few = few_tiles.expected_us(problem, config, sm_count)
     if few is not None and few_tiles.margin(problem, row, sm_count) is not None:

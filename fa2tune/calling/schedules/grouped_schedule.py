@@ -17,7 +17,8 @@ from fa2tune.launching.key_splits import grouped_tiles, is_grouped, kernels, spa
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.search_spaces.sm90.fwd import in_parts
-from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec import visits
+from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem
 from fa2tune.spec.roles import FWD_GROUPED
 from fa2tune.spec.variant import Variant
@@ -49,16 +50,15 @@ MOST_TILES, MOST_WIDE_TILES = 64, 128
 
 
 def _rows_of_heads(problem: Problem, config: Config) -> tuple[Problem, Config]:
-    """The same tiles as those of a problem of ungrouped heads, whose tiles have as many queries. A window's tiles visit the
-    blocks of as many keys, all of them whole."""
+    """The same tiles as those of a problem of ungrouped heads, whose tiles have as many queries. Tiles of a window or a chunk
+    visit the blocks of as many keys, all of them whole."""
     heads, queries = fwd_grouped.query_heads(problem, config), config["BLOCK_M"] // config["MEMBERS"]
     posed = replace(problem, heads_q=heads, heads_kv=heads)
     if window_schedule.covers(problem):
-        left, right = problem.mask.arguments(problem.seqlen_q, problem.seqlen_k)
         keys = config["BLOCK_N"]
-        blocks = window_schedule.visited(problem.seqlen_q, problem.seqlen_k, left, right, queries, keys)
+        blocks = window_schedule.visited(problem.mask, problem.seqlen_q, problem.seqlen_k, queries, keys)
         posed = replace(posed, mask=FULL, seqlen_k=max(1, round(blocks * keys)))
-    elif problem.mask != CAUSAL:
+    elif not visits.longest_last(problem.mask):
         posed = replace(posed, mask=FULL)
     return posed, {
         **config,
@@ -141,7 +141,6 @@ def asked(problem: Problem, gpu: Gpu) -> bool:
         and problem.group > 1
         and not problem.extent.ragged
         and problem.seqlen_q >= LEAST_QUERIES
-        and (problem.mask.measured or problem.mask.window is not None)
         and rows <= most * few_tiles.FULL_TILE * gpu.sm_count
     )
 

@@ -26,7 +26,8 @@ from fa2tune.search_spaces.portable import fwd_split
 from fa2tune.search_spaces.sm90 import fwd
 from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS
-from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec import visits
+from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.roles import FWD_SPLIT, FWD_SPLIT_GROUPED
 from fa2tune.spec.variant import WARP_SPECIALIZED
@@ -112,8 +113,8 @@ class TileWork:
 
 def keys_of_tile(problem: Problem, queries: int, longest: bool = False) -> int:
     """Keys that a tile of so many queries visits: on average, or the tile of the most."""
-    if longest and problem.mask == CAUSAL:
-        return problem.seqlen_k
+    if longest and visits.longest_last(problem.mask):
+        return visits.most_keys(problem.mask, problem.seqlen_q, problem.seqlen_k)
     return min(problem.seqlen_k, int(problem.keys_seen) + queries)
 
 
@@ -280,13 +281,13 @@ def _alike(problem: Problem) -> bool:
 def _hopper_asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether the warp-specialised kernel is asked: HOPPER_TURNS."""
     tiles = problem.query_tiles(FULL_TILE) * problem.heads_q
-    turns = HOPPER_TURNS if _alike(problem) else 1.0 if problem.mask == CAUSAL else 0.0
+    turns = HOPPER_TURNS if _alike(problem) else 1.0 if visits.longest_last(problem.mask) else 0.0
     return problem.seqlen_q >= HOPPER_QUERIES and tiles <= turns * gpu.sm_count
 
 
 def _by_longest_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds of a tuned causal forward in one turn; 0: not known."""
-    if problem.mask != CAUSAL or _alike(problem):
+    if not visits.longest_last(problem.mask) or _alike(problem):
         return 0.0
     return few_tiles.expected_us(problem, config, gpu.sm_count) or 0.0
 

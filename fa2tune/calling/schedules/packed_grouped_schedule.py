@@ -72,7 +72,7 @@ def _ungrouped_us(problem: Problem, gpu: Gpu) -> float:
 
 def asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether the kernel is asked for such a call at all."""
-    window = window_schedule.covers(problem)
+    window = window_schedule.is_window(problem)
     rows = problem.heads_q * problem.seqlen_q
     return (
         gpu.arch in key_splits_schedule.MEASURED_ON

@@ -105,7 +105,7 @@ def forms(problem: Problem, choice: Choice) -> list[Config]:
 
 def covers_mask(problem: Problem) -> bool:
     """Whether the tiles of a forward are chosen for."""
-    return problem.mask.measured or window_schedule.covers(problem)
+    return problem.mask.measured or window_schedule.is_window(problem)
 
 
 class Visited(NamedTuple):
@@ -136,7 +136,7 @@ def visited_by(problem: Problem, lengths: LengthKinds, rows: int, columns: int, 
     end = most if problem.mask == FULL else np.minimum(np.maximum(first_key + rows + right, 1), most)
     begin = 0 * first if problem.mask.window is None else np.maximum(first_key - left, 0)
     blocks, hidden = np.maximum(-(-end // columns) - begin // columns, 1), 0.0
-    if window_schedule.covers(problem):
+    if window_schedule.is_window(problem):
         # whole blocks that all queries of a tile see
         clear = np.minimum(first_key + right + 1, most) // columns
         clear = clear - np.maximum(-(-(first_key + rows - 1 - left) // columns), begin // columns)

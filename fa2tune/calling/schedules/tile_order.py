@@ -1,7 +1,7 @@
 """How much the busiest multiprocessor works in the static tile order of the persistent Hopper forward: arithmetic on the host.
 
 The order (``tile_of`` in kernels/lib/hopper_forward.py) is played through for a call's own batch, heads and lengths. What that
-takes in microseconds is said by ``schedule``, from rows, and by ``few_tiles``, from constants.
+takes in microseconds is said by ``forward_schedule``, from rows, and by ``few_tiles``, from constants.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from functools import cache, lru_cache
 import numpy as np
 
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, columns
-from fa2tune.spec.mask import CAUSAL
+from fa2tune.spec import visits
+from fa2tune.spec.mask import Mask
 from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
 
 #: Heads a band: HEADS_PER_WAVE, a launch argument. 0: by what L2 holds, see ``_band``.
@@ -26,15 +27,10 @@ MOST_TILES = 8192
 
 
 def heads_in_band(seqlen_k: int, columns: int) -> int:
-    """As kernels/lib/hopper_forward.py has it under a causal mask: the power of two, up to 64, whose K and V L2 holds.
-    ``columns``: of K and V together, 2 bytes each."""
+    """As kernels/lib/hopper_forward.py has it where the longest tiles are last: the power of two, up to 64, whose K and V L2
+    holds. ``columns``: of K and V together, 2 bytes each."""
     held = L2_BYTES // (2 * columns) // max(1, seqlen_k)
     return 1 << max(0, min(64, held).bit_length() - 1)
-
-
-def _band(order: int, seqlen_k: int, columns: int, mask: str) -> int:
-    """Heads a band."""
-    return order or (heads_in_band(seqlen_k, columns) if mask == "causal" else 1)
 
 
 @lru_cache(maxsize=4096)
@@ -42,7 +38,7 @@ def _busiest(
     heads: int,
     seqlen_q: int,
     seqlen_k: int,
-    mask: str,
+    mask: Mask,
     rows: int,
     columns: int,
     band: int,
@@ -57,16 +53,16 @@ def _busiest(
     """
     tiles = -(-seqlen_q // rows)
     played = min(heads, max(1, MOST_TILES // tiles))
-    if mask != "causal" and shared == 1:
+    if not visits.bounded(mask) and shared == 1:
         return float(-(-tiles * heads // min(tiles * heads, sm_count)) * (-(-seqlen_k // columns) + start))
     count = tiles * played
     programs = min(count, sm_count * shared)
-    ends = np.full(tiles, seqlen_k)  # [tiles]
-    if mask == "causal":
-        ends = (np.arange(tiles) + 1) * rows + (seqlen_k - seqlen_q)
-    cost = -(-np.clip(ends, 1, seqlen_k) // columns) + start  # [tiles]
+    first, end = visits.key_blocks(mask, seqlen_q, seqlen_k, rows, columns)
+    cost = end - first + start  # [tiles]
     work = np.zeros((-(-count // programs), programs))  # [turns, programs], in the order in which tiles are given out
-    if mask == "causal":  # band after band, in the last one and in every second before it the longest tiles first
+    if visits.longest_last(
+        mask
+    ):  # band after band, in the last one and in every second before it the longest tiles first
         bands = -(-played // band)
         last = played - (bands - 1) * band  # its heads
         shorter_first, longer_first = (np.repeat(costs, band) for costs in (cost, cost[::-1]))
@@ -107,10 +103,10 @@ def busiest(problem: Problem, config: Config, sm_count: int, start: float) -> fl
     """Key blocks that the busiest multiprocessor works through for a config of the Hopper forward, over the programs that it
     holds at once. ``start``: start and end of a tile (Q in, O out, divisions), in key blocks."""
     heads, band = problem.batch * problem.heads_q, 1
-    if problem.mask == CAUSAL:
+    if visits.longest_last(problem.mask):
         wide = columns_of_parts(problem.specialization, SPACE.completed(config)["IN_PARTS"])
-        band = min(heads, _band(config["HEADS_PER_WAVE"], problem.seqlen_k, wide, problem.mask.name))
+        band = min(heads, config["HEADS_PER_WAVE"] or heads_in_band(problem.seqlen_k, wide))
     return _busiest(
-        heads, problem.seqlen_q, problem.seqlen_k, problem.mask.name, config["BLOCK_M"], config["BLOCK_N"], band, sm_count,
+        heads, problem.seqlen_q, problem.seqlen_k, problem.mask, config["BLOCK_M"], config["BLOCK_N"], band, sm_count,
         PROGRAMS[config["maxnreg"]], start,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which tuned config suits the forward of a window that is bounded on both sides: arithmetic on the host, no GPU.
+"""Which tuned config suits the forward of a window that is bounded on both sides, or of chunks: arithmetic on the host, no GPU.
 
 Rows are measured without a window, where a tile of a long sequence visits many key blocks, and its start and end count for
 little. In a narrow window they are most of its time, and the size of a tile decides how much is computed beside the window:
@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-import numpy as np
-
 from fa2tune.calling.schedules import forward_schedule
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS, ROWS, suited
+from fa2tune.spec import visits
+from fa2tune.spec.mask import Mask
+from fa2tune.spec.maskfile import mask_named
 from fa2tune.spec.problem import Config, Problem
 
 #: Start and end of a tile under a window: in key blocks, and of three groups (BLOCK_M 192) in keys. Three groups at head dim 64
@@ -28,21 +29,24 @@ START, START_KEYS_OF_THREE = 2.0, 768
 MARGIN = 0.15
 
 
-def covers(problem: Problem) -> bool:
+def is_window(problem: Problem) -> bool:
     """Whether the mask is a window bounded on both sides."""
     window = problem.mask.window
     return window is not None and None not in window
 
 
+def covers(problem: Problem) -> bool:
+    """Whether the mask is bounded on both sides."""
+    if problem.mask.window is not None:
+        return is_window(problem)
+    return all(mask_named(problem.mask.name).bounded.values())
+
+
 @lru_cache(maxsize=4096)
-def visited(seqlen_q: int, seqlen_k: int, left: int, right: int, rows: int, columns: int) -> float:
-    """Key blocks of ``columns`` that a tile of ``rows`` queries visits, on average over the tiles of a head. ``left``,
-    ``right``: what kernels get as window_left and window_right."""
-    # [tiles]: the key at which a tile's first window is centred
-    first = np.arange(0, seqlen_q, rows) + (seqlen_k - seqlen_q)
-    begin = np.maximum(first - left, 0) // columns
-    end = -(-np.clip(first + rows + right, 1, seqlen_k) // columns)
-    return float(np.maximum(end - begin, 0).mean())
+def visited(mask: Mask, seqlen_q: int, seqlen_k: int, rows: int, columns: int) -> float:
+    """Key blocks of ``columns`` that a tile of ``rows`` queries visits, on average over the tiles of a head."""
+    first, end = visits.key_blocks(mask, seqlen_q, seqlen_k, rows, columns)
+    return float((end - first).clip(0).mean())
 
 
 def _tiles(problem: Problem, config: Config) -> int:
@@ -55,8 +59,7 @@ def predicted_us(problem: Problem, row: Row, sm_count: int) -> float | None:
     if block is None:
         return None
     rows, columns = row.config["BLOCK_M"], row.config["BLOCK_N"]
-    left, right = problem.mask.arguments(problem.seqlen_q, problem.seqlen_k)
-    blocks = visited(problem.seqlen_q, problem.seqlen_k, left, right, rows, columns)
+    blocks = visited(problem.mask, problem.seqlen_q, problem.seqlen_k, rows, columns)
     start = START_KEYS_OF_THREE / columns if rows == 3 * ROWS else START
     turns = -(-_tiles(problem, row.config) // sm_count) / PROGRAMS[row.config["maxnreg"]]
     return forward_schedule.LAUNCH_US + block * (start + blocks) * turns

@@ -23,6 +23,7 @@ from fa2tune.tuning.request.provenance import Provenance
 #: What predictions come from, and what is compiled at all on their word.
 MODEL_FILES = (
     "predicting/model.py", "predicting/by_mma_sync.py", "predicting/by_wgmma.py", "predicting/prior.py", "predicting/tiles.py",
+    "spec/visits.py",
     "compiling/limits.py", "compiling/sass.py", "gpus.py", "catalogue.py",
 )  # fmt: skip
 #: Of a request, what makes a settled job another's: the rest says where to put things, and how fast.
