@@ -162,7 +162,7 @@ def describe_row(row: Row, here: Toolchain) -> Iterator[str]:
     elif row.key.kernel != BACKWARD:  # a whole backward has none: its kernels have them
         yield "errors    none on record"
     binary = [("registers", row.registers), ("spills", row.spills), ("shared bytes", row.shared_bytes),
-              ("sha256", row.binary_hash)]  # fmt: skip
+              ("hash", row.binary_hash)]  # fmt: skip
     yield f"binary    {_known(binary) or 'unknown'}"
     searched = f"{row.tried} candidate{'s' * (row.tried != 1)} tried" if row.tried else "none on record"
     yield f"search    {searched}" + (f"; not timed: {pruned.counted(row.pruned)}" if row.pruned else "")
