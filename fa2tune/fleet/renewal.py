@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fa2tune.compiling import compiler, fingerprint
-from fa2tune.fleet.finding import gpu_of_key, parts_of, row_misfit, variant_of_row
+from fa2tune.fleet.finding import UNTOLD, gpu_of_key, parts_of, row_misfit, variant_of_row
+from fa2tune.fleet.upkeep import COMPILE_MEMORY, COMPILE_SECONDS
 from fa2tune.launching import machine_code
 from fa2tune.measuring import worker
 from fa2tune.measuring.worker import Crew, Job
@@ -25,36 +26,45 @@ from fa2tune.rows.store import Store
 from fa2tune.spec.problem import BACKWARD, Specialization
 from fa2tune.tuning.request.watcher import WorkerFunctions
 
-FRESH = "fresh"  #: its sources are those of today, and it has a hash
+FRESH = "fresh"  #: its sources are those here, and it has a hash
 RENEWED = "renewed"  #: its sources are others, its machine code is the same
-ADDED = "hash added"  #: fresh; it had none that can be compared
-SAME = "the same"  #: of a check: its machine code was compared
-OTHER = "other machine code"
-UNKNOWN = "no hash"  #: its sources are others and there is nothing to compare
-FAILS = "does not compile"
-UNTOLD = "cannot tell"  #: the host prevented a compile, or a kernel of a whole backward has no row
-ELSEWHERE = "another Triton"
-LEFT = "not reached"  #: in the time that there was
-STATES = (FRESH, RENEWED, ADDED, SAME, OTHER, UNKNOWN, FAILS, UNTOLD, ELSEWHERE, LEFT)
+HASH_ADDED = "hash added"  #: fresh; it had none that can be compared
+SAME_CODE = "the same"  #: of a check: its machine code was compared
+OTHER_CODE = "other machine code"
+NO_HASH = "no hash"  #: its sources are others and there is nothing to compare
+NOT_COMPILED = "does not compile"
+OTHER_TRITON = "another Triton"
+NOT_REACHED = "not reached"  #: in the time that there was
+RENEWAL_STATES = (
+    FRESH,
+    RENEWED,
+    HASH_ADDED,
+    SAME_CODE,
+    OTHER_CODE,
+    NO_HASH,
+    NOT_COMPILED,
+    UNTOLD,
+    OTHER_TRITON,
+    NOT_REACHED,
+)
 #: With these a row keeps what it said.
-NOT_RENEWED = frozenset((OTHER, UNKNOWN, FAILS, UNTOLD, LEFT))
+NOT_RENEWED = frozenset((OTHER_CODE, NO_HASH, NOT_COMPILED, UNTOLD, NOT_REACHED))
 
-COMPILE_SECONDS, COMPILE_MEMORY = 180.0, 4 << 30
 WRITE_SECONDS = 10.0  #: between writes of the file; a killed run loses that much
 
 
 @dataclass(frozen=True)
-class Compared:
+class RenewalResult:
     """The result for one row."""
 
     row: Row
-    state: str  #: one of STATES
+    state: str  #: one of RENEWAL_STATES
     why: str = ""
     new: Row | None = None  #: to be written in its place
 
 
 #: Kernel, specialization, config (as JSON), compute capability.
-_Code = tuple[str, Specialization, str, int]
+_CodeSource = tuple[str, Specialization, str, int]
 
 
 @dataclass
@@ -68,26 +78,26 @@ class Renewal:
     workers: int | None = None  #: compiling at a time; None: one per core
     seconds: float | None = None  #: for compiles; None: as long as it takes
     progress: Callable[[str, int, int], None] = lambda what, done, total: None
-    found: Callable[[Compared], None] = lambda compared: None  #: called with each result as it is there
+    found: Callable[[RenewalResult], None] = lambda compared: None  #: called with each result as it is there
 
     def __post_init__(self) -> None:
-        self.results: dict[int, Compared] = {}  #: by id of the row
-        self._today: dict[_Code, tuple[str, str, str]] = {}  #: (hash, "", "") or ("", state, why)
+        self.results: dict[int, RenewalResult] = {}  #: by id of the row
+        self._hashes: dict[_CodeSource, tuple[str, str, str]] = {}  #: (hash, "", "") or ("", state, why)
 
-    def go(self) -> list[Compared]:
+    def go(self) -> list[RenewalResult]:
         """Every row's result, in the order of the rows."""
-        waiting: dict[_Code, list[Row]] = {}
-        pending: dict[int, set[_Code]] = {}
+        waiting: dict[_CodeSource, list[Row]] = {}
+        pending: dict[int, set[_CodeSource]] = {}
         for row in self.rows:
             needed = self._needed(row)
-            if isinstance(needed, Compared):
+            if isinstance(needed, RenewalResult):
                 self._file(needed)
                 continue
             pending[id(row)] = set(needed)
             for code in pending[id(row)]:
                 waiting.setdefault(code, []).append(row)
 
-        def take(code: _Code) -> None:
+        def take(code: _CodeSource) -> None:
             for row in waiting[code]:
                 pending[id(row)].discard(code)
                 if not pending[id(row)]:
@@ -96,54 +106,54 @@ class Renewal:
         self._compile(list(waiting), take)
         for row in self.rows:
             if id(row) not in self.results:
-                self._file(Compared(row, LEFT))
+                self._file(RenewalResult(row, NOT_REACHED))
         return [self.results[id(row)] for row in self.rows]
 
-    def _file(self, compared: Compared) -> None:
+    def _file(self, compared: RenewalResult) -> None:
         self.results[id(compared.row)] = compared
         self.found(compared)
 
-    def _needed(self, row: Row) -> list[_Code] | Compared:
+    def _needed(self, row: Row) -> list[_CodeSource] | RenewalResult:
         """What has to be compiled for a row, or its result, which takes no compile."""
-        today = fingerprint.kernel_hashes().get(row.source)
+        current = fingerprint.kernel_hashes().get(row.source)
         if row.triton != fingerprint.triton_version():
-            return Compared(row, ELSEWHERE, f"made with Triton {row.triton or 'unknown'}")
-        if today is None:
-            return Compared(row, FAILS, f"there is no {row.source} here")
-        fresh, whole = row.kernel_hash == today, row.key.kernel == BACKWARD
+            return RenewalResult(row, OTHER_TRITON, f"made with Triton {row.triton or 'unknown'}")
+        if current is None:
+            return RenewalResult(row, NOT_COMPILED, f"there is no {row.source} here")
+        fresh, whole = row.kernel_hash == current, row.key.kernel == BACKWARD
         if fresh and (whole or (machine_code.known(row.binary_hash) and not self.check)):
-            return Compared(row, FRESH)
+            return RenewalResult(row, FRESH)
         parts = parts_of(row, self.among) if whole else {row.key.kernel: row}
         found = [part for part in parts.values() if part]
         if len(found) < len(parts) or not parts:
             lacking = ", ".join(name for name, part in parts.items() if part is None) or row.strategy
-            return Compared(row, UNTOLD, f"no {row.obtained} row for its {lacking}")
+            return RenewalResult(row, UNTOLD, f"no {row.obtained} row for its {lacking}")
         unknown = [part.key.kernel for part in found if not machine_code.known(part.binary_hash)]
         if unknown and (self.check or not fresh):
-            return Compared(row, UNKNOWN, f"of its {', '.join(unknown)}" if whole else "")
+            return RenewalResult(row, NO_HASH, f"of its {', '.join(unknown)}" if whole else "")
         for part in found:
             if (why := row_misfit(part, gpu_of_key(part.key, None))) is not None:
-                return Compared(row, FAILS, f"refused: {why}")
+                return RenewalResult(row, NOT_COMPILED, f"refused: {why}")
         return [_code_of(part) for part in found]
 
-    def _compared(self, row: Row) -> Compared:
+    def _compared(self, row: Row) -> RenewalResult:
         """The result for a row for which everything is compiled."""
         whole = row.key.kernel == BACKWARD
         new = replace(row, kernel_hash=fingerprint.kernel_hashes()[row.source])
         for part in parts_of(row, self.among).values() if whole else [row]:
             assert part is not None  # or _needed had a result
-            digest, state, why = self._today[_code_of(part)]
+            digest, state, why = self._hashes[_code_of(part)]
             if not state and machine_code.known(part.binary_hash):
-                state = "" if machine_code.agree(digest, str(part.binary_hash)) else OTHER
+                state = "" if machine_code.agree(digest, str(part.binary_hash)) else OTHER_CODE
             if state:
-                return Compared(row, state, f"its {part.key.kernel} {why}".rstrip() if whole else why)
+                return RenewalResult(row, state, f"its {part.key.kernel} {why}".rstrip() if whole else why)
             if not whole:  # other PTX of the same machine code is compared from now on
                 new = replace(new, binary_hash=digest)
         if self.check:
-            return Compared(row, SAME)
-        return Compared(row, ADDED if new.kernel_hash == row.kernel_hash else RENEWED, new=new)
+            return RenewalResult(row, SAME_CODE)
+        return RenewalResult(row, HASH_ADDED if new.kernel_hash == row.kernel_hash else RENEWED, new=new)
 
-    def _compile(self, codes: Sequence[_Code], take: Callable[[_Code], None]) -> None:
+    def _compile(self, codes: Sequence[_CodeSource], take: Callable[[_CodeSource], None]) -> None:
         until = None if self.seconds is None else time.monotonic() + self.seconds
         with Crew(self.workers or len(os.sched_getaffinity(0)), {"OMP_NUM_THREADS": "1"}, COMPILE_MEMORY) as crew:
             for code in codes:
@@ -154,14 +164,14 @@ class Renewal:
             while crew.load and (until is None or time.monotonic() < until):
                 for job in worker.wait([crew], 0.5):
                     digest, why = job.result if job.failure is None else ("", job.failure)
-                    state = "" if digest else UNTOLD if job.failure is not None else FAILS
-                    self._today[job.tag] = digest, state, why
+                    state = "" if digest else UNTOLD if job.failure is not None else NOT_COMPILED
+                    self._hashes[job.tag] = digest, state, why
                     take(job.tag)
                     done += 1
                 self.progress("configs compiled", done, len(codes))
 
 
-def _code_of(row: Row) -> _Code:
+def _code_of(row: Row) -> _CodeSource:
     variant = variant_of_row(row)
     config = compiler.binary_config(variant, variant.space.completed(row.config))
     return row.key.kernel, row.key.specialization(), json.dumps(config, sort_keys=True), machine_code.arch_of(row)
@@ -172,10 +182,10 @@ class Writer:
 
     def __init__(self, path: Path) -> None:
         self.store, self.twin = Store(path), path.with_suffix(".json")
-        self.waiting: list[Compared] = []
+        self.waiting: list[RenewalResult] = []
         self.last = time.monotonic()
 
-    def __call__(self, compared: Compared) -> None:
+    def __call__(self, compared: RenewalResult) -> None:
         if compared.new is not None:
             self.waiting.append(compared)
         if time.monotonic() - self.last > WRITE_SECONDS:

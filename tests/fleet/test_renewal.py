@@ -17,19 +17,19 @@ from upkeep_fakes import digest
 from fa2tune.cli.cache import cache
 from fa2tune.compiling import fingerprint
 from fa2tune.fleet import renewal
+from fa2tune.fleet.finding import UNTOLD
 from fa2tune.fleet.renewal import (
-    ADDED,
-    ELSEWHERE,
-    FAILS,
     FRESH,
-    LEFT,
-    OTHER,
+    HASH_ADDED,
+    NO_HASH,
+    NOT_COMPILED,
+    NOT_REACHED,
+    OTHER_CODE,
+    OTHER_TRITON,
     RENEWED,
-    SAME,
-    UNKNOWN,
-    UNTOLD,
-    Compared,
+    SAME_CODE,
     Renewal,
+    RenewalResult,
 )
 from fa2tune.launching import machine_code
 from fa2tune.rows import reader, record
@@ -77,7 +77,7 @@ def whole(**changes: Any) -> Row:
     )  # fmt: skip
 
 
-def compared(rows: list[Row], **options: Any) -> list[Compared]:
+def compared(rows: list[Row], **options: Any) -> list[RenewalResult]:
     return Renewal(rows, rows, functions=FUNCTIONS, workers=2, **options).go()
 
 
@@ -90,7 +90,7 @@ def test_a_row_of_the_same_machine_code_is_renewed_and_another_is_not(faults: An
            ["code", {"BLOCK_N": 128}, "c"])  # fmt: skip
     rows = [made(n=n, kernel_hash=STALE) for n in (64, 32, 16, 128)]
     found = compared(rows)
-    assert [one.state for one in found] == [RENEWED, RENEWED, RENEWED, OTHER]
+    assert [one.state for one in found] == [RENEWED, RENEWED, RENEWED, OTHER_CODE]
     assert found[3].new is None
     for before, one, now in zip(rows, found, (digest(), digest("c"), digest("a", "c")), strict=False):
         assert one.new == replace(before, kernel_hash=_today(before), binary_hash=now)
@@ -105,7 +105,7 @@ def test_what_cannot_be_compared_says_why(faults: Any, log: Path) -> None:
     ]  # fmt: skip
     found = compared(rows)
     assert [one.state for one in found] == [
-        FRESH, ADDED, ADDED, UNKNOWN, ELSEWHERE, FAILS, UNTOLD, FAILS, FAILS
+        FRESH, HASH_ADDED, HASH_ADDED, NO_HASH, OTHER_TRITON, NOT_COMPILED, UNTOLD, NOT_COMPILED, NOT_COMPILED
     ]  # fmt: skip
     assert [one.new and one.new.binary_hash for one in found] == [None, digest(), digest(), *[None] * 6]
     assert [one.why for one in found[4:6]] == ["made with Triton 2.0.0", "CompilationError: no"]
@@ -117,7 +117,7 @@ def test_a_check_compares_what_is_fresh_and_changes_nothing(faults: Any) -> None
     faults(["ptx", {"BLOCK_N": 32}, "c"], ["code", {"BLOCK_N": 32}, "c"])
     rows = [made(), made(n=32), made(kernel_hash=STALE), made(binary_hash=None), whole()]
     found = compared(rows, check=True)
-    assert [one.state for one in found] == [SAME, OTHER, SAME, UNKNOWN, FRESH]
+    assert [one.state for one in found] == [SAME_CODE, OTHER_CODE, SAME_CODE, NO_HASH, FRESH]
     assert not any(one.new for one in found)
 
 
@@ -125,8 +125,8 @@ def test_a_whole_backward_is_renewed_as_its_kernels_agree(faults: Any) -> None:
     parts = [made("bwd_dkdv"), made("bwd_dq", n=32, kernel_hash=STALE)]
     for wrong, state, why in (
         ([], RENEWED, ""),
-        ([["compile", {"BLOCK_N": 32}, 1]], FAILS, "its bwd_dq CompilationError: no"),
-        ([["ptx", {"BLOCK_N": 64}, "c"], ["code", {"BLOCK_N": 64}, "c"]], OTHER, "its bwd_dkdv"),
+        ([["compile", {"BLOCK_N": 32}, 1]], NOT_COMPILED, "its bwd_dq CompilationError: no"),
+        ([["ptx", {"BLOCK_N": 64}, "c"], ["code", {"BLOCK_N": 64}, "c"]], OTHER_CODE, "its bwd_dkdv"),
     ):
         faults(*wrong)
         last = compared([*parts, whole(kernel_hash=STALE)])[-1]
@@ -136,7 +136,7 @@ def test_a_whole_backward_is_renewed_as_its_kernels_agree(faults: Any) -> None:
     faults()
     assert states([parts[0], whole(kernel_hash=STALE)])[-1] == UNTOLD
     old = replace(parts[1], binary_hash=CUBIN)
-    assert states([parts[0], old, whole(kernel_hash=STALE)])[-1] == UNKNOWN
+    assert states([parts[0], old, whole(kernel_hash=STALE)])[-1] == NO_HASH
     assert states([*parts, whole()])[-1] == FRESH
 
 
@@ -175,7 +175,7 @@ def test_what_is_not_reached_is_left_for_the_next_run(tmp_path: Path) -> None:
     path = tmp_path / "rows.sqlite"
     export([made(kernel_hash=STALE)], path)
     done = _renew(path, "--time-budget", "0.000001")
-    assert (done.exit_code, done.output) == (1, f"{path}: 1 {LEFT}\n")
+    assert (done.exit_code, done.output) == (1, f"{path}: 1 {NOT_REACHED}\n")
     assert _renew(path).output.endswith("1 renewed\n")
 
 

@@ -18,7 +18,7 @@ from fa2tune.rows import reader
 from fa2tune.text import count
 
 if TYPE_CHECKING:
-    from fa2tune.fleet.renewal import Compared
+    from fa2tune.fleet.renewal import RenewalResult
 
 
 @click.command(short_help="Call rows fresh whose machine code is still the same.")
@@ -77,15 +77,16 @@ def _functions() -> Any:
     return WorkerFunctions()
 
 
-def _tell(path: Path, found: Sequence[Compared]) -> None:
-    from fa2tune.fleet.renewal import FAILS, OTHER, STATES, UNTOLD
+def _tell(path: Path, found: Sequence[RenewalResult]) -> None:
+    from fa2tune.fleet.finding import UNTOLD
+    from fa2tune.fleet.renewal import NOT_COMPILED, OTHER_CODE, RENEWAL_STATES
 
     table = [
         (*cells(one.row.key), one.row.filed_as, one.state, one.why)
         for one in found
-        if one.state in (OTHER, FAILS, UNTOLD)
+        if one.state in (OTHER_CODE, NOT_COMPILED, UNTOLD)
     ]
     if table:
         _tables.show((*KEY_TITLES, "implementation", "state", "why"), table, right=("length",), below=("gpu", "why"))
     counted = Counter(one.state for one in found)
-    echo(f"{path}: {', '.join(f'{counted[state]} {state}' for state in STATES if counted[state])}")
+    echo(f"{path}: {', '.join(f'{counted[state]} {state}' for state in RENEWAL_STATES if counted[state])}")
