@@ -196,3 +196,12 @@ def test_what_older_rows_hold_is_no_such_hash() -> None:
     assert machine_code.known(digest()) and not machine_code.known(CUBIN) and not machine_code.known(None)
     assert machine_code.agree(digest(), digest("a", "c")) and machine_code.agree(digest(), digest("c"))
     assert not machine_code.agree(digest(), digest("b", "a"))
+
+
+@pytest.mark.parametrize("path", reader.shipped_paths(), ids=lambda path: path.stem)
+def test_every_shipped_row_of_a_kernel_has_a_hash(path: Path) -> None:
+    lacking = [
+        found for found in reader.read(path)
+        if found.key.kernel != BACKWARD and not machine_code.known(found.binary_hash)
+    ]  # fmt: skip
+    assert lacking == []
