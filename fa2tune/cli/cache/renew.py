@@ -13,9 +13,8 @@ from fa2tune.cli import _output, _tables
 from fa2tune.cli._options import shown_errors
 from fa2tune.cli._output import echo
 from fa2tune.cli._progress import StepsBar
-from fa2tune.cli.cache.common import FILE, KEY_TITLES, cells, filters, selector
+from fa2tune.cli.cache.common import FILE, KEY_TITLES, cells, filters, rows_asked
 from fa2tune.rows import reader
-from fa2tune.text import count
 
 if TYPE_CHECKING:
     from fa2tune.fleet.renewal import RenewalResult
@@ -45,12 +44,7 @@ def renew(
 
     with shown_errors():
         path = reader.user_path() if file is None else file
-        held = reader.read(path)
-        chosen = selector(held, wanted)
-        rows = [row for row in held if chosen(row)]
-        if not rows:
-            passed = f": it has {count(len(held), 'row')}, none passes the filters" if held else ""
-            raise click.UsageError(f"{path}: no row to compare{passed}")
+        held, rows = rows_asked(path, wanted, "compare")
         precompile.check_host()
         look = renewal.Renewal(rows, held, check, _functions(), workers, time_budget)
         writer = None if check else renewal.Writer(path)
