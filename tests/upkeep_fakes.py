@@ -61,7 +61,7 @@ def check(kernel, config, spec, arch, device, small=False):
 
 
 def machine_code(kernel, spec, config, arch):
-    tuner_fakes._log("machine code", kernel, arch, config)
+    tuner_fakes._log("machine code", kernel, arch, config, os.environ["TRITON_CACHE_DIR"])
     if _fault("compile", config):
         return "", "CompilationError: no"
     if _fault("killed", config):

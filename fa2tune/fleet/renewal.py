@@ -155,7 +155,8 @@ class Renewal:
 
     def _compile(self, codes: Sequence[_CodeSource], take: Callable[[_CodeSource], None]) -> None:
         until = None if self.seconds is None else time.monotonic() + self.seconds
-        with Crew(self.workers or len(os.sched_getaffinity(0)), {"OMP_NUM_THREADS": "1"}, COMPILE_MEMORY) as crew:
+        environment = {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": _cache_folder()} if codes else {}
+        with Crew(self.workers or len(os.sched_getaffinity(0)), environment, COMPILE_MEMORY) as crew:
             for code in codes:
                 kernel, spec, config, arch = code
                 arguments = (kernel, spec, json.loads(config), arch)
@@ -169,6 +170,14 @@ class Renewal:
                     take(job.tag)
                     done += 1
                 self.progress("configs compiled", done, len(codes))
+
+
+def _cache_folder() -> str:
+    """Where Triton keeps what is compiled here: one folder for these very sources. Its own key does not see every edit (the
+    order of a named tuple's fields), and what it had of other sources would be taken for that of these."""
+    from triton import knobs
+
+    return str(Path(knobs.cache.dir) / "fa2tune" / fingerprint.source_digest()[:16])
 
 
 def _code_of(row: Row) -> _CodeSource:

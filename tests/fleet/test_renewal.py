@@ -146,6 +146,13 @@ def test_a_ported_row_is_compared_by_the_code_that_was_measured(log: Path) -> No
     assert {entry[2] for entry in logged(log, "machine code")} == {80, 89}
 
 
+def test_nothing_that_triton_kept_of_other_sources_is_compared(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in ("a" * 64, "b" * 64):
+        monkeypatch.setattr(fingerprint, "source_digest", lambda source=source: source)
+        states([made(kernel_hash=STALE)])
+    assert [Path(entry[4]).name for entry in logged(log, "machine code")] == ["a" * 16, "b" * 16]
+
+
 def _renew(path: Path, *options: str) -> Result:
     return CliRunner().invoke(cache, ["renew", "--cache", str(path), *options])
 
