@@ -54,12 +54,12 @@ from fa2tune.calling.schedules import (
     turns_schedule,
 )
 from fa2tune.compiling.choice import Choice
-from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts, overlapped, passes, stored_ds
 from fa2tune.search_spaces.sm90 import bwd_dkdv_ds, bwd_fused
 from fa2tune.spec.mask import row_mask_named
 from fa2tune.spec.problem import STRATEGIES, Config, Problem
+from fa2tune.spec.roles import BWD_STORED_DS
 
 RECORD = Path(__file__).parent / "calls/random_calls.json.gz"
 FUSED_KERNEL, SPLIT_KERNEL = "bwd_fused", "bwd_dkdv"
@@ -210,9 +210,9 @@ def served(problem: Problem, gpu: Gpu) -> Ordered:
     """What serves: those, or dS in memory."""
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
     whole, _ = backward_plans.whole(problem, choices, backward_plans.division(problem, choices, gpu), gpu)
-    if whole is None or whole.kernel != stored_ds.KERNEL:
+    if whole is None or whole.role != BWD_STORED_DS:
         return split(problem, gpu)
-    return {FUSED_KERNEL: (Choice(variant_named(whole.kernel), whole.config), 1)}, ""
+    return {FUSED_KERNEL: (Choice(stored_ds.kernel(problem, gpu.arch), whole.config), 1)}, ""
 
 
 def _fused_form(problem: Problem, choice: Choice, gpu: Gpu, **changes: Any) -> Ordered | None:
@@ -244,7 +244,7 @@ def apart_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
 def stored_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     """dS in memory, and the split kernels. Also with the other number of groups behind it, twice as many slices, those of other
     shares of the memory, other bands of heads, and as many tiles under way as fit."""
-    found, kernel = {"served": served(problem, gpu), "split": split(problem, gpu)}, variant_named(stored_ds.KERNEL)
+    found, kernel = {"served": served(problem, gpu), "split": split(problem, gpu)}, stored_ds.kernel(problem, gpu.arch)
     config = bwd_dkdv_ds.of_row(problem, chosen(problem, gpu)[SPLIT_KERNEL][0].of_row.config)
 
     def slices(share: float) -> int:
@@ -450,7 +450,7 @@ def measured(problem: Problem, raced: Callable[[Problem, Gpu], dict[str, Ordered
     for name, (named, order) in (raced or candidates)(ours, gpu).items():
         strategy = next(one for one, kernels in STRATEGIES.items() if set(kernels) == set(named))
         plan: passes.BackwardPlan | stored_ds.StoredDsPlan
-        if named[next(iter(named))][0].variant.name == stored_ds.KERNEL:
+        if named[next(iter(named))][0].variant.role == BWD_STORED_DS:
             plan = stored_ds.StoredDsPlan(ours, do, None, q, k, v, o, scale, named[FUSED_KERNEL][0].config)
         else:
             plan = passes.BackwardPlan(

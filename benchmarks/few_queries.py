@@ -46,6 +46,7 @@ from fa2tune.search_spaces.portable import fwd_split
 from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem
+from fa2tune.spec.roles import FWD_SPLIT
 from fa2tune.spec.variant import Variant
 
 #: name -> (batch, query heads, key heads, queries, keys, head dim, mask)
@@ -120,7 +121,7 @@ def label(config: Config) -> str:
     if key_splits.is_grouped(config):
         size = f"M{config['BLOCK_M']} N{config['BLOCK_N']} of {config['MEMBERS']} heads"
         return f"grouped {size}{', in turn' if config['PINGPONG'] else ''} s{config['STAGES']}"
-    if key_splits.splitting(config).name == key_splits.HOPPER_KERNEL:
+    if key_splits.role_of(config) == FWD_SPLIT:
         forms = ("PINGPONG", "in turn"), ("NUMBERED", "numbered"), ("Q_IN_REGISTERS", "Q kept")
         found = [f"hopper M{config['BLOCK_M']} N{config['BLOCK_N']}", *(said for name, said in forms if config[name])]
         return f"{' '.join(found)} s{config['STAGES']} x{config['SPLITS']}"
@@ -168,7 +169,7 @@ def other_tiles(problem: Problem, chosen: Config) -> Iterator[Config]:
 def hopper_splits(problem: Problem, fastest: Config) -> Iterator[Config]:
     """Of the warp-specialised kernel: other numbers of parts than the estimated fastest, the other tile, other forms."""
     spec, own = problem.specialization, fastest["SPLITS"]
-    for rows in key_splits.hopper_tiles(problem, 90):
+    for rows in key_splits.split_tiles(problem, 90):
         near = {own} if rows != fastest["BLOCK_M"] else {own // 2, own - 1, own, own + 1, 3 * own // 2, 2 * own}
         for splits in sorted(near):
             config = hopper_split.config_of(spec, rows, max(splits, 2))

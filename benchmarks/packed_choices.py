@@ -65,7 +65,6 @@ from fa2tune.calling.schedules import (
     packed_schedule,
     packed_splits_schedule,
 )
-from fa2tune.compiling import registry
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching import group_parts, key_splits, passes
 from fa2tune.search_spaces.sm90 import bwd_fused, fwd
@@ -212,11 +211,10 @@ def forwards(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
 def several_heads(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
     """Tiles of as many heads as a key head has, or half as many, of both sizes, and of one head what serves and small tiles."""
     problem, chosen = chooser.problem, chooser.choose("fwd")
-    variant = registry.variant_named(key_splits.GROUPED_KERNEL)
     for config in grouped_schedule.candidates(problem, chooser.gpu.arch):
         if problem.group < 4 * config["MEMBERS"]:
             name = f"grouped M{config['BLOCK_M']} N{config['BLOCK_N']} of {config['MEMBERS']} heads"
-            yield name, Choice(variant, config), 1
+            yield name, Choice(key_splits.splitting(config), config), 1
     few = packed_schedule.for_few_tiles(problem.specialization, chooser.gpu.arch)
     if few is not None:
         yield "small tiles", replace(chosen, config=few), 1
@@ -245,17 +243,18 @@ def tiles(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
         if grouped is not None:
             config = grouped[1]
             name = f"grouped M{config['BLOCK_M']} N{config['BLOCK_N']} of {config['MEMBERS']} heads"
-            yield name, Choice(registry.variant_named(key_splits.GROUPED_KERNEL), config), 1
+            yield name, Choice(key_splits.splitting(config), config), 1
     several = packed_grouped_schedule.config_of(problem, chosen.config, chooser.gpu, chosen.row)
-    served = chosen if several is None else Choice(registry.variant_named(key_splits.GROUPED_KERNEL), several)
+    served = chosen if several is None else Choice(key_splits.splitting(several), several)
     yield "chosen", served, 1
 
 
 def parts_of_keys(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
     """Tiles of one and of two groups, with keys in each number of parts, and what serves without them."""
-    problem, variant = chooser.problem, registry.variant_named(key_splits.HOPPER_KERNEL)
+    problem = chooser.problem
     for config in packed_splits_schedule.candidates(problem, chooser.gpu.arch):
-        yield f"{config['BLOCK_M']} x {config['BLOCK_N']} in {config['SPLITS']} parts", Choice(variant, config), 1
+        name = f"{config['BLOCK_M']} x {config['BLOCK_N']} in {config['SPLITS']} parts"
+        yield name, Choice(key_splits.splitting(config), config), 1
     yield "chosen", chooser.choose("fwd"), 1
 
 

@@ -29,6 +29,7 @@ from fa2tune import gpus
 from fa2tune.calling import backward_plans, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.schedules import grouped_schedule
+from fa2tune.compiling.support import companion
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
 from fa2tune.spec.mask import CAUSAL, FULL
@@ -168,7 +169,8 @@ def served(problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
         order = divided.order
         one, refused = backward_plans.whole(chooser.problem, choices, divided, gpu)
         if one is not None and not refused:
-            kernels, order = {one.kernel: {"config": dict(one.config), "parts": one.config.get("PARTS", 1)}}, ""
+            name = companion(one.role, chooser.problem.specialization, gpu.arch).short_name
+            kernels, order = {name: {"config": dict(one.config), "parts": one.config.get("PARTS", 1)}}, ""
         found[pass_] = {"kernels": kernels, "filled in": rows} | ({"order": order} if order else {})
     return found
 

@@ -12,11 +12,12 @@ time divided by this one, median over rounds. Tensors are (batch, seqlen, heads,
 
     python benchmarks/sm80_race.py --pass fwd --configs 0 --try '{"SCHEDULE": "double", "BLOCK_N": 32}' --every
 
-With --in-order every backward config also races with dQ summed in a fixed order (kernels/sm80/bwd_ordered.py), by so many
-programs a head, or (0) as many as suit this GPU; that two calls have equal bits is checked before. SDPA's deterministic
-backward is raced with them.
+With --in-order every backward config also races with dQ summed in a fixed order: "turns", one sum, key tiles after each other
+in the bands that suit this GPU, or "turns16" in bands of 16 heads; or by so many programs a head with sums of their own
+(kernels/sm80/bwd_ordered.py), or (0) as many as suit this GPU. That two calls have equal bits is checked before. SDPA's
+deterministic backward is raced with them. With --rows the shipped rows' configs race, not the default.
 
-    python benchmarks/sm80_race.py --pass bwd --configs 0 --headdim 64,128,256 --in-order 0,1,4 --out in_order.json
+    python benchmarks/sm80_race.py --pass bwd --configs 0 --rows --headdim 96,128 --in-order turns,turns16,0 --out found.json
 
 With --forms the configs of the shipped rows and forms that no search has (sm80_candidates.py) race with the default, where
 there are such forms. --state keeps binaries; with --build they are only compiled, which needs no GPU.
@@ -79,20 +80,39 @@ class Cell:
     mask: Mask
     length: int
     configs: Sequence[Config]
-    in_order: Sequence[
-        int
-    ] = ()  #: programs a head, by which each config races with dQ summed in a fixed order; 0: what suits
+    in_order: Sequence[int] = ()  #: how each config races with dQ summed in a fixed order: as ``in_order`` has it
 
 
 PEER, STEADY_PEER = "SDPA FlashAttention-2", "SDPA FlashAttention-2, deterministic"
 IN_ORDER = "in order"  #: how the names of such methods begin
+TURNS = -1  #: of --in-order: in turns, in bands that suit; below: of so many heads
+
+
+def in_order(text: str) -> int:
+    """Of --in-order: so many programs a head, 0 for as many as suit, or TURNS and below."""
+    if text.startswith("turns"):
+        return -int(text.removeprefix("turns")) if text != "turns" else TURNS
+    return int(text)
+
+
+def ordered_kernel(free: Variant) -> Variant:
+    """The one with dQ summed in a fixed order."""
+    found = registry.ordered_form(free)
+    assert found is not None
+    return found
 
 
 def ordered_choice(problem: Problem, config: Config, gpu: Gpu, buffers: int = 0) -> Choice:
-    """The config with dQ summed in a fixed order, by so many programs a head, or by as many as suit ``gpu``."""
+    """The config with dQ summed in a fixed order, by so many programs a head, or by as many as suit ``gpu``; or in turns."""
+    if buffers < 0:
+        asked = ordered.in_turns(problem, config, gpu)[0]
+        return Choice(
+            registry.variant_of("bwd_fused", config),
+            asked if buffers == TURNS else {**asked, "HEADS_PER_WAVE": -buffers},
+        )
     buffers = buffers or ordered.buffers_of(problem, config, gpu)[0]
     free = registry.variant_of("bwd_fused", config)
-    return Choice(registry.variant_named(registry.IN_ORDER[free.name]), {**config, "DQ_BUFFERS": buffers})
+    return Choice(ordered_kernel(free), {**config, "DQ_BUFFERS": buffers})
 
 
 def _asked(variant: Variant, spec: Specialization, config: Config) -> Asked:
@@ -146,11 +166,11 @@ def shipped(variant: Variant, spec: Specialization, length: int, gpu: Gpu) -> li
 
 def cells(
     wanted: Sequence[str], dims: Sequence[int], masks: Sequence[str], lengths: Sequence[int], count: int, gpu: str, seed: int,
-    tried: Sequence[tuple[int, Config]] = (), in_order: Sequence[int] = (), forms: bool = False,
+    tried: Sequence[tuple[int, Config]] = (), in_order: Sequence[int] = (), forms: bool = False, rows: bool = False,
 ) -> Iterator[Cell]:  # fmt: skip
     """Every combination, with the default, the legal ones of those that differ from it by a member of ``tried`` (for one head
     dim, or 0: for all), and ``count`` other legal configs, the same at every length. ``forms``: only where there are some, next
-    to the shipped row's config."""
+    to the shipped row's config. ``rows``: this in place of the default, where there is one."""
     card = gpus.named(gpu)
     for pass_ in wanted:
         variant = registry.variant_named(KERNELS[pass_])
@@ -172,7 +192,8 @@ def cells(
                     continue
                 drawn = random.Random(f"{seed} {pass_} {dim} {mask}").sample(others, min(count, len(others)))
                 for length in lengths:
-                    raced = [default, *(shipped(variant, spec, length, card) if forms else ()), *named, *drawn]
+                    own = shipped(variant, spec, length, card) if forms or rows else []
+                    raced = [*(own if rows and own else (default, *own)), *named, *drawn]
                     distinct = [dict(where) for where in dict.fromkeys(map(point, raced))]
                     yield Cell(pass_, dim, row_mask_named(mask), length, distinct, in_order)
 
@@ -186,8 +207,11 @@ def _binaries(cell: Cell) -> Iterator[Asked]:
     for config in cell.configs:
         forms: list[Config | Choice] = [config]
         if cell.in_order and cell.pass_ == "bwd":  # two sums: with one there is nothing to set to zero
-            ours = registry.variant_named(registry.IN_ORDER[registry.variant_of(kernel, config).name])
-            forms.append(Choice(ours, {**config, "DQ_BUFFERS": 2}))
+            if max(cell.in_order) >= 0:
+                ours = ordered_kernel(registry.variant_of(kernel, config))
+                forms.append(Choice(ours, {**config, "DQ_BUFFERS": 2}))
+            if min(cell.in_order) < 0:
+                forms.append({**config, "IN_ORDER": True})
         for form in forms:
             for variant, its_config in passes.runs(kernel, spec, form, ARCH):
                 yield _asked(variant, spec, its_config)
@@ -236,7 +260,12 @@ def _methods(cell: Cell) -> tuple[dict[str, Callable[[], Any]], dict[str, float]
         found[STEADY_PEER] = steady_peer
         for config, buffers in product(cell.configs, cell.in_order):
             choice = ordered_choice(problem, config, here, buffers)
-            forms[f"{IN_ORDER}, {choice.config['DQ_BUFFERS']} sums: {describe(config)}"] = choice
+            how = (
+                f"turns, bands of {choice.config['HEADS_PER_WAVE']}"
+                if buffers < 0
+                else f"{choice.config['DQ_BUFFERS']} sums"
+            )
+            forms[f"{IN_ORDER}, {how}: {describe(config)}"] = choice
     for name, form in forms.items():
         where = f"{cell.pass_} {cell.head_dim} {cell.mask} {cell.length} {name}"
         config = form.config if isinstance(form, Choice) else form
@@ -269,7 +298,7 @@ def wrong(pass_: str, dim: int, mask: str, config: tuple[tuple[str, Any], ...]) 
     try:
         if "DQ_BUFFERS" in asked:
             forward = registry.portable_of("fwd").space.default(spec, ARCH)
-            in_order = Choice(registry.variant_named(registry.IN_ORDER[variant.name]), asked)
+            in_order = Choice(ordered_kernel(variant), asked)
             configs = {"fwd": forward, variant.serves: in_order}
             verify.check_backward(configs, spec, FUSED, "cuda")  # type: ignore[arg-type]
         else:
@@ -375,10 +404,11 @@ def parsed(change: str) -> tuple[int, Config]:
 @click.option("--crowd", is_flag=True, help="As many blocks a multiprocessor as its shared memory holds.")
 @click.option(
     "--in-order",
-    callback=comma_separated(int),
+    callback=comma_separated(in_order),
     default="",
-    help="Backward configs with dQ summed in a fixed order, too, by so many programs a head; 0: as many as suit this GPU.",
+    help="Backward configs with dQ summed in a fixed order, too, in turns, or by so many programs a head; 0: as many as suit.",
 )
+@click.option("--rows", is_flag=True, help="The configs of shipped rows, not the default.")
 @click.option("--forms", is_flag=True, help="What no search has, next to shipped rows.")
 @click.option("--state", type=click.Path(file_okay=False, path_type=Path), help="Where binaries are kept.")
 @click.option("--build", is_flag=True, help="Only compile.")
@@ -389,13 +419,25 @@ def parsed(change: str) -> tuple[int, Config]:
 def main(
     wanted: list[str], headdim: list[int], masks: list[str], seqlen: list[int], configs: int, tried: tuple[str, ...],
     all_of_them: bool, gpu: str, crowd: bool, in_order: list[int] | None, forms: bool, state: Path | None, build: bool,
-    rounds: int, seed: int, cores: int, out: Path | None,
+    rounds: int, seed: int, cores: int, out: Path | None, rows: bool,
 ) -> None:  # fmt: skip
     for pass_ in wanted:
         if pass_ not in KERNELS:
             raise click.UsageError(f"--pass: got {pass_!r}, allowed are {', '.join(KERNELS)}")
     found = list(
-        cells(wanted, headdim, masks, seqlen, configs, gpu, seed, [parsed(one) for one in tried], in_order or (), forms)
+        cells(
+            wanted,
+            headdim,
+            masks,
+            seqlen,
+            configs,
+            gpu,
+            seed,
+            [parsed(one) for one in tried],
+            in_order or (),
+            forms,
+            rows,
+        )
     )
     here = gpus.present()
     if not build and (here is None or here.arch != 90):

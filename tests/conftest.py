@@ -62,6 +62,7 @@ COMPILING = tuple(
         "hopper_masks",
         "hopper_split",
         "hopper_grouped",
+        "hopper_scores",
         "dq_parts_compiled",
         "one_tile_compiled",
         "backward_narrow",

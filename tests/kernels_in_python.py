@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 import re
 import threading
+import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -185,6 +186,8 @@ def _assembly(text: str, _: str, given: Sequence[Any], **__: Any) -> Any:
         return atomic_increment(given[0], given[1])
     elif "atom.relaxed" in text:
         return atomic_add(given[0], 1)
+    elif "ld.relaxed" in text:
+        _await_turn(*given)
     elif "ld.acquire" in text:
         if _HERE.program.failed.is_set():
             raise Fault("another partition or program failed")
@@ -209,6 +212,19 @@ def _assembly(text: str, _: str, given: Sequence[Any], **__: Any) -> Any:
             Real(np.stack([one.a for one in given[1:]], -1)) if known else UNKNOWN,
         )
     return UNKNOWN
+
+
+def _await_turn(turn: Any, passed: Any, due: Any, passes: Any, number: Any) -> None:
+    """Of the kernels of sm80: one turn is passed on before another is waited for."""
+    if bool(passes):
+        store_words(passed, number)
+    deadline = time.monotonic() + PATIENCE
+    while not isinstance(seen := load_words(turn), Unknown) and seen.a < int(array(due)):
+        if _HERE.program.failed.is_set():
+            raise Fault("another partition or program failed")
+        if time.monotonic() > deadline:
+            raise Fault(f"deadlock: {_HERE.name} waits for a turn")
+        time.sleep(0)
 
 
 def _touched(buffer: Buffer, index: Any, written: bool) -> None:
@@ -426,7 +442,7 @@ _NAMES: Mapping[str, Any] = {
     "gl": _LANGUAGE, "tl": _LANGUAGE, "mbarrier": _Mbarrier, "tma_load": _tma_load,
     "tma_store": lambda descriptor, at, place: descriptor.copy("store", at, place),
     "tma_reduce_add": _Reductions.add, "tma_store_wait": _Reductions.read,
-    "thread_barrier": lambda: None, "fence_async_shared": lambda: None,
+    "thread_barrier": lambda: None, "block_barrier": lambda: None, "fence_async_shared": lambda: None,
     "warpgroup_mma": _product, "warpgroup_mma_wait": _awaited, "range": _range,
     "to_carry": lambda weights, dtype, *_: weights.to(dtype), "of_carried": lambda p, *_: p, "repack": lambda p, *_: p,
     "rescaled": lambda acc, shrink: acc * shrink, "async_copy": _AsyncCopy, "async_load": _AsyncCopy.load,

@@ -271,17 +271,17 @@ from fa2tune.spec.scorefile import ScoreHooks
 
 
 @triton.jit
-def apply(scores, score):
+def apply(scores, score, rows, columns, offset, batch, head):
     return scores / (1.0 + tl.abs(scores) * score[0])
 
 
 @triton.jit
-def grad(ds, scores, score):
+def grad(ds, scores, score, rows, columns, offset, batch, head):
     slope = 1.0 - tl.abs(scores) * score[0]
     return ds * slope * slope
 
 
-def transformed(scores, values):
+def transformed(scores, values, _places):
     return scores / (1.0 + scores.abs() / values[0])
 
 
@@ -355,6 +355,44 @@ def test_a_score_term_is_one_file(tree: Path, run: Callable[..., str]) -> None:
     assert json.loads(explained)["problem"]["score"] == "softsign 2"
 
 
+#: A term of rows, columns, sequences and heads: gradients of dense calls, then of packed sequences one by one.
+PLACED_CALLS = """
+import torch, fa2tune
+from fa2tune.measuring import reference, verify
+from fa2tune.spec.mask import CAUSAL
+from fa2tune.spec.problem import Problem
+score, lengths = fa2tune.Score("alibi", 4), ((70, 90), (60, 40))
+def gradients(call, inputs):
+    q, k, v = (t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    o, lse = call(q, k, v, causal=True, return_lse=True, score=score)
+    found = torch.autograd.grad((o, lse), (q, k, v), (inputs.do, inputs.dlse))
+    return {"o": o.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), found))}
+for sides in lengths:
+    inputs = reference.make_inputs(Problem("fp16", 2, 4, 2, *sides, 32, 32, CAUSAL), "cpu", with_dlse=True)
+    found = gradients(fa2tune.attention, inputs)
+    verify.compare(found, *reference.oracle_and_reference(inputs, mask=CAUSAL, score=score))  # raises
+starts = [torch.tensor([0, *side]).cumsum(0).to(torch.int32) for side in zip(*lengths)]
+def packed(q, k, v, **options):
+    o, lse = fa2tune.attention_varlen(*(t[0].transpose(0, 1) for t in (q, k, v)), *starts, **options)
+    return o.transpose(0, 1)[None], lse[None]
+inputs = reference.make_inputs(Problem("fp16", 1, 4, 2, 130, 130, 32, 32, CAUSAL), "cpu", with_dlse=True)
+found, ends = gradients(packed, inputs), [0, 0]
+for number, sides in enumerate(lengths):
+    rows, keys = (slice(end, end + side) for end, side in zip(ends, sides))
+    ends = [rows.stop, keys.stop]
+    one = reference.Inputs(*(getattr(inputs, name)[:, :, keys if name in "kv" else rows]
+                             for name in ("q", "k", "v", "do", "dlse")))
+    right = reference.oracle_and_reference(one, mask=CAUSAL, score=score, sequence=number)
+    verify.compare({name: t[:, :, keys if name in ("dk", "dv") else rows] for name, t in found.items()}, *right)
+print(fa2tune.explain(inputs.q, inputs.k, inputs.v, score=score).problem.score)
+"""
+
+
+def test_a_term_may_take_rows_columns_sequences_and_heads(tree: Path, run: Callable[..., str]) -> None:
+    shutil.copy(ROOT / "tests" / "score_terms" / "alibi.py", tree / "kernels" / "scores")
+    assert run("-c", PLACED_CALLS, TRITON_INTERPRET="1").splitlines()[-1] == "alibi 4"
+
+
 def test_a_gpu_is_one_row(tree: Path, run: Callable[..., str], tmp_path: Path) -> None:
     row = '    _gpu("a100-toy", ("A100-TOY",), "ga100", 80, 96, 1410, 280.0, 140.0, 17.5, 40, 40, 1400),\n'
     edit(tree / "fa2tune" / "catalogue.py", '    _gpu("a100-sxm-40gb",', f'{row}    _gpu("a100-sxm-40gb",')
@@ -397,6 +435,112 @@ def test_two_portable_kernels_are_an_error(tree: Path, run: Callable[..., str]) 
     alternative(tree, loads=True)
     said = run("-c", f"try:\n    exec({OF_FWD!r})\nexcept ValueError as error:\n    print(error)")
     assert said.startswith("kernel fwd: portable/alt and portable/fwd are both portable, as their configs have LOADS")
+
+
+#: A call of few queries, whose keys are split among programs; how its output relates to the right one, and what runs.
+SPLIT_CALL = """
+import json, torch, fa2tune
+from fa2tune.calling.schedules import key_splits_schedule
+from fa2tune.measuring import reference
+from fa2tune.spec.mask import CAUSAL
+key_splits_schedule.MEASURED_ON = (80, 90)  # the interpreter passes for an A100
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, heads, length, 16) for heads, length in ((4, 2), (2, 400), (2, 400)))
+o = fa2tune.attention(q, k, v, causal=True)
+exact = reference.attention(q.double(), k.double(), v.double(), mask=CAUSAL)[0]
+served = fa2tune.explain(q, k, v, causal=True).kernels[0]
+print(json.dumps({"runs": list(served.runs), "split": served.split, "times": float((o / exact).median()),
+                  "even": bool((o / exact).std() < 1e-3)}))
+"""
+
+
+def helper(tree: Path, kernel: str, name: str, factor: tuple[str, str]) -> tuple[Path, Path]:
+    """A copy of a portable kernel in another folder, of which ``factor`` changes a line so that results tell; the file of its
+    search space."""
+    for folder in ("kernels", "search_spaces"):
+        shutil.copy(tree / folder / "portable" / f"{kernel}.py", tree / folder / "sm80" / f"{name}.py")
+    copy = tree / "kernels" / "sm80" / f"{name}.py"
+    edit(copy, *factor)
+    edit(copy, f"fa2tune.search_spaces.portable.{kernel}", f"fa2tune.search_spaces.sm80.{name}")
+    return copy, tree / "search_spaces" / "sm80" / f"{name}.py"
+
+
+THRICE = "acc / total[:, None])", "3.0 * acc / total[:, None])"  # of fwd_combine
+
+
+def test_another_kernel_of_a_role_is_two_files(tree: Path, run: Callable[..., str]) -> None:
+    """What puts parts together, and a forward with keys in parts, each served in place of the portable one."""
+
+    def called() -> Any:
+        return json.loads(run("-c", SPLIT_CALL, TRITON_INTERPRET="1").splitlines()[-1])
+
+    before = called()
+    assert before["runs"] == ["fwd_split", "fwd_combine"] and before["even"] and round(before["times"], 3) == 1
+    helper(tree, "fwd_combine", "merged", THRICE)
+    after = called()
+    assert after["runs"] == ["fwd_split", "sm80/merged"] and after["split"] == before["split"]
+    assert after["even"] and round(after["times"], 3) == 3
+
+    doubled = "acc, mask=mask)\n        if LEFT_BOUNDED", "2.0 * acc, mask=mask)\n        if LEFT_BOUNDED"
+    kernel, space = helper(tree, "fwd_split", "few", doubled)
+    edit(space, '"LOADS": DESCRIPTOR if described else POINTER,', '"IMPLEMENTATION": "few",')
+    named(space, "few")
+    edit(kernel, '{"k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV")}', "{}")
+    edit(kernel, '{"NEGATE": spec.negate}', '{"NEGATE": spec.negate, "LOADS": "pointer"}')
+    after = called()
+    assert after["runs"] == ["sm80/few", "sm80/merged"] and after["split"]["IMPLEMENTATION"] == "few"
+    assert after["even"] and round(after["times"], 3) == 6
+
+    for name, other in (("pointer", "portable/fwd_split"), ("warp_specialized", "sm90/fwd_split")):
+        space.write_text(space.read_text(encoding="utf-8").replace('"few"', f'"{name}"'), encoding="utf-8")
+        both = run("-c", f"try:\n    exec({SPLIT_CALL!r})\nexcept ValueError as e:\n    print(e)", TRITON_INTERPRET="1")
+        assert f"are both {name}" in both and "sm80/few" in both and other in both
+        space.write_text(space.read_text(encoding="utf-8").replace(f'"{name}"', '"few"'), encoding="utf-8")
+
+
+#: Which kernel puts parts together on these GPUs.
+COMBINED = """
+from fa2tune.compiling import registry, support
+from fa2tune.spec.problem import Specialization
+for arch in (80, 90):
+    try:
+        print(support.companion("fwd_combine", Specialization("bf16", 64, 64, "full"), arch).name)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_two_kernels_of_a_role_for_the_same_gpus_are_an_error(tree: Path, run: Callable[..., str]) -> None:
+    kernel, _ = helper(tree, "fwd_combine", "merged", THRICE)
+    edit(kernel, '    role="fwd_combine",\n', '    role="fwd_combine",\n    max_arch=80,\n')
+    assert run("-c", COMBINED).splitlines() == ["sm80/merged", "portable/fwd_combine"]
+    for folder in ("kernels", "search_spaces"):
+        shutil.copy(tree / folder / "sm80" / "merged.py", tree / folder / "sm80" / "again.py")
+    edit(tree / "kernels" / "sm80" / "again.py", "sm80.merged", "sm80.again")
+    both, portable = run("-c", COMBINED).splitlines()
+    assert both.startswith("role fwd_combine: sm80/again and sm80/merged both compute such a call on 8.0")
+    assert portable == "portable/fwd_combine"
+    edit(kernel, "max_arch=80", "max_arch=89")  # the other is of fewer GPUs
+    assert run("-c", COMBINED).splitlines() == ["sm80/again", "portable/fwd_combine"]
+
+
+def test_a_kernel_that_lacks_what_its_role_asks_is_refused_by_name(tree: Path, run: Callable[..., str]) -> None:
+    kernel, space = helper(tree, "fwd_combine", "merged", THRICE)
+    edit(kernel, '"stats": "fp32", ', "")
+    edit(space, '        "SPLITS": tuple(', '        "PARTS": tuple(')
+    edit(space, "def config_of(arch: int, splits: int)", "def config_of(arch: int, parts: int)")
+    edit(space, '"SPLITS": splits', '"SPLITS": parts')
+    said = (
+        "kernels/sm80/merged.py: role fwd_combine: it lacks tensor stats, dimension SPLITS of its search space, "
+        "config_of(arch, splits) of its search space's file (fa2tune/spec/roles.py)"
+    )
+    assert run("-c", COMBINED).splitlines() == [said, said]
+    edit(kernel, 'role="fwd_combine"', 'role="combine"')
+    listed = "try:\n    import fa2tune.compiling.registry as r; r.variants()\nexcept ValueError as e: print(e)"
+    assert run("-c", listed).startswith("kernels/sm80/merged.py: role: got 'combine', allowed are ")
+    edit(kernel, 'role="combine"', 'ordered_form_of="sm80/no_such"')
+    said = "kernels/sm80/merged.py: ordered_form_of: got 'sm80/no_such', which is no kernel's path"
+    assert run("-c", listed).splitlines() == [said]
 
 
 def test_stray_files_in_a_folder_of_kernels_are_not_read(tree: Path, run: Callable[..., str]) -> None:

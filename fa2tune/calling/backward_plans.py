@@ -23,6 +23,7 @@ from fa2tune.launching.stored_ds import StoredDsPlan
 from fa2tune.launching.whole_backward import WholePlan
 from fa2tune.logs import warn_once
 from fa2tune.spec.problem import BACKWARD, Config, Problem
+from fa2tune.spec.roles import BWD_ONE_TILE, BWD_STORED_DS
 from fa2tune.spec.variant import Variant
 
 #: Where the kernels that split keys of dQ, or those that make all of a backward, did not compile or load, or there was
@@ -62,17 +63,17 @@ def division(problem: Problem, choices: Mapping[str, Choice], gpu: Gpu) -> Divis
 class Whole(NamedTuple):
     """What makes all of a backward in place of its choices."""
 
-    kernel: str  #: one_key_tile.KERNEL or stored_ds.KERNEL
+    role: str  #: BWD_ONE_TILE or BWD_STORED_DS
     config: Config
 
     def kernels(self, problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
         """What runs, each once, in order, with its config and a problem whose specialization it is compiled for."""
-        of = one_key_tile if self.kernel == one_key_tile.KERNEL else stored_ds
+        of = one_key_tile if self.role == BWD_ONE_TILE else stored_ds
         return of.kernels(problem, self.config, arch)
 
     def place(self, problem: Problem, gpu: Gpu) -> tuple[object, ...]:
         """In _REFUSED."""
-        return problem.specialization, gpu.name, self.kernel
+        return problem.specialization, gpu.name, self.role
 
 
 def whole(
@@ -80,10 +81,10 @@ def whole(
 ) -> tuple[Whole | None, str]:  # fmt: skip
     """What is to make all of a backward in place of ``choices``, whose work is ``divided``, None: nothing is; and why it could
     not be had before in this process, "": it was not refused."""
-    for kernel, of in ((one_key_tile.KERNEL, one_tile_schedule), (stored_ds.KERNEL, stored_ds_schedule)):
+    for role, of in ((BWD_ONE_TILE, one_tile_schedule), (BWD_STORED_DS, stored_ds_schedule)):
         config = of.config_of(problem, choices, divided.parts, divided.order, gpu)
         if config is not None:
-            found = Whole(kernel, config)
+            found = Whole(role, config)
             return found, _REFUSED.get(found.place(problem, gpu), "")
     return None, ""
 
@@ -114,7 +115,7 @@ def backward_plan(
     divided = division(problem, choices, gpu)
     found, refused = whole(problem, choices, divided, gpu)
     if found is not None and not refused:
-        make = OneTilePlan if found.kernel == one_key_tile.KERNEL else StoredDsPlan
+        make = OneTilePlan if found.role == BWD_ONE_TILE else StoredDsPlan
         try:
             made = make(problem, **given, config=found.config)
             if isinstance(made, StoredDsPlan):

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from fa2tune.compiling import limits, registry
 from fa2tune.compiling.registry import implementations, variants_of
+from fa2tune.compiling.support import supports
 from fa2tune.gpus import Gpu
 from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import WARP_SPECIALIZED
@@ -54,7 +55,7 @@ def variant_default(kernel: str, spec: Specialization, gpu: Gpu, specialized: bo
     """The default of a kernel's portable variant, or of its warp-specialised one; None where that cannot run on this GPU."""
     for variant in variants_of(kernel):
         alike = WARP_SPECIALIZED in variant.implementations if specialized else variant.portable
-        if alike and limits.unsupported(variant, spec, gpu) is None:
+        if alike and supports(variant, spec, gpu):
             config = variant.space.default(spec, gpu.arch)
             if limits.before_compile(variant, spec, config, gpu) is None:
                 return config

@@ -349,14 +349,14 @@ class Explanation:
         ]
         for one in self.kernels:
             if one.one_tile is not None:
-                said.append(one_tile_schedule.about(one.one_tile))
+                said.append(one_tile_schedule.about(self.problem, one.one_tile, self.gpu.arch))
             elif one.stored_ds is not None:
-                said.append(stored_ds_schedule.about(one.stored_ds))
+                said.append(stored_ds_schedule.about(self.problem, one.stored_ds, self.gpu.arch))
             elif one.unsplit and one.kernel == BACKWARD:
                 what = "dS in memory" if "SLICES" in (one.unsplit_of or {}) else "one kernel for all of it"
                 said.append(f"bwd: {what} is expected to be faster, but {one.unsplit}.")
             elif one.split is not None and one.kernel != "fwd":
-                said.append(split_backward_schedule.about_keys(one.split))
+                said.append(split_backward_schedule.about_keys(self.problem, one.split, self.gpu.arch))
             elif one.split is not None:
                 said.append(grouped_schedule.about(self.problem, one.split))
             elif one.unsplit:

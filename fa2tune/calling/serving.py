@@ -26,12 +26,13 @@ from fa2tune.calling.schedules import (
 from fa2tune.compiling import compiler, fingerprint
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
-from fa2tune.launching import dq_parts, group_parts, key_splits, one_key_tile, overlapped, passes, precompiled
+from fa2tune.launching import dq_parts, group_parts, key_splits, overlapped, passes, precompiled
 from fa2tune.rows import lookup, reader
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.key import TuningKey, unmeasured
 from fa2tune.spec.mask import Mask, Window, mask_of
 from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
+from fa2tune.spec.roles import BWD_ONE_TILE
 from fa2tune.spec.score import Score, score_of
 from fa2tune.spec.variant import Variant, implementation_of
 
@@ -109,7 +110,7 @@ def _with_whole(whole: Served, problem: Problem, one: Whole, refused: str, gpu: 
     served = replace(
         whole, config=one.config, otherwise=whole.config, runs=found.configs, binaries=found.binaries
     )  # fmt: skip
-    if one.kernel == one_key_tile.KERNEL:
+    if one.role == BWD_ONE_TILE:
         return replace(served, one_tile=one.config)
     return replace(served, stored_ds=one.config)
 

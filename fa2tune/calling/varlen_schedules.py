@@ -13,17 +13,17 @@ import torch
 
 from fa2tune.calling import distributed, used_lengths
 from fa2tune.compiling.compiler import interpreted
-from fa2tune.compiling.registry import variant_named
+from fa2tune.compiling.support import companion
 from fa2tune.launching.counters import counter_for
 from fa2tune.launching.launch import CaptureMiss, arch_of, bind, chain
 from fa2tune.search_spaces.portable.packed_order import tables_shape
 from fa2tune.spec.extent import OFFSETS, RAGGED, Extent
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.roles import PACKED_ORDERS
 from fa2tune.spec.variant import Variant
 
 NAME = "varlen_schedule"
-KERNEL = "portable/packed_orders"
 _LIBRARY = torch.library.Library("fa2tune", "FRAGMENT")
 _LIBRARY.define(
     "varlen_schedule(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt total_q, SymInt total_k) -> Tensor",
@@ -44,7 +44,7 @@ class VarlenSchedule(NamedTuple):
     offsets: tuple[torch.Tensor, torch.Tensor]  #: as kernels read them
     parts: int  #: ``Extent.parts``
     rows: tuple[int, int]  #: of q, and of k and v
-    order: torch.Tensor  #: what kernels/portable/packed_orders.py makes
+    order: torch.Tensor  #: what the kernel of the role packed_orders makes
 
 
 def varlen_schedule(
@@ -176,7 +176,8 @@ def posed(total_q: int, total_k: int, sequences: int) -> Problem:
 
 def needed(arch: int) -> tuple[Variant, Config, Problem]:
     """What makes an order, with its config and a problem whose specialization it is compiled for."""
-    variant, problem = variant_named(KERNEL), posed(0, 0, 1)
+    problem = posed(0, 0, 1)
+    variant = companion(PACKED_ORDERS, problem.specialization, arch)
     return variant, variant.space.default(problem.specialization, arch), problem
 
 

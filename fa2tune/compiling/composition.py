@@ -16,10 +16,13 @@ from pathlib import Path
 
 #: Packages whose definitions are followed. The rest of fa2tune is the host's, which describes binaries but is not in them.
 FOLLOWED = ("fa2tune.kernels", "fa2tune.search_spaces")
+#: What a kernel's file says as literals in the call that VARIANT is, beside the architectures: what the registry reads off the
+#: text.
+STATED = ("serves", "role", "ordered_form_of")
 #: What a Variant or a mask says that neither its binary nor its launch depends on: names, the search, which calls it is chosen
 #: for. (The kernels before and after are followed on their own.)
 NOT_CODE = {
-    "Variant": ("serves", "space", "min_arch", "max_arch", "fitted", "suited", "before", "after"),
+    "Variant": (*STATED, "space", "min_arch", "max_arch", "fitted", "suited", "before", "after"),
     "ScoreHooks": ("transformed",),
     "MaskHooks": ("visible", "row_mask", "pairs", "fitted", "text"),
 }
@@ -110,7 +113,7 @@ def _defines(statement: ast.stmt) -> Iterator[str]:
 
 
 class _Code(ast.NodeTransformer):
-    """Leaves out docstrings, what a call of NOT_CODE says there, ``serves`` of the call that makes VARIANT, and of host
+    """Leaves out docstrings, what a call of NOT_CODE says there, what is STATED in the call that makes VARIANT, and of host
     functions the parameters that they do not use, named with an underscore or ``serves``: a signature that gains one changes no
     kernel. Device code loses its docstrings alone. A syntax tree has no comments and no layout."""
 
@@ -120,7 +123,7 @@ class _Code(ast.NodeTransformer):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         named = any(isinstance(one, ast.Name) and one.id == "VARIANT" for one in targets)
         if named and node.col_offset == 0 and isinstance(node.value, ast.Call):
-            node.value.keywords = [each for each in node.value.keywords if each.arg != "serves"]
+            node.value.keywords = [each for each in node.value.keywords if each.arg not in STATED]
         return self.generic_visit(node)
 
     visit_AnnAssign = visit_Assign

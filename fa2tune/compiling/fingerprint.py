@@ -12,11 +12,12 @@ from functools import cache
 from pathlib import Path
 
 from fa2tune.compiling import binaries, composition
-from fa2tune.compiling.registry import DELTA_KERNEL, implementations, variant_named, variants_of
+from fa2tune.compiling.registry import having_role, implementations, variant_named, variants_of
 from fa2tune.rows.row import backward_implementation, hashed_as
 from fa2tune.spec.mask import BAND
 from fa2tune.spec.maskfile import ROW_MASKS, hooks_of
 from fa2tune.spec.problem import BACKWARD, FUSED, KERNELS, STRATEGIES
+from fa2tune.spec.roles import BWD_DELTA
 from fa2tune.spec.score import NONE
 from fa2tune.spec.standins import is_module
 from fa2tune.spec.variant import HOOKS, OPTIONAL_HOOKS, SCORE_HOOKS, WARP_SPECIALIZED, Variant
@@ -24,7 +25,7 @@ from fa2tune.spec.variant import HOOKS, OPTIONAL_HOOKS, SCORE_HOOKS, WARP_SPECIA
 #: Files below fa2tune/ that decide what is hashed, and how.
 SOURCES = (
     "compiling/compiler.py", "compiling/composition.py", "compiling/fingerprint.py", "compiling/registry.py", "rows/row.py",
-    "spec/maskfile.py", "spec/problem.py", "spec/scorefile.py", "spec/standins.py", "spec/variant.py",
+    "spec/maskfile.py", "spec/problem.py", "spec/roles.py", "spec/scorefile.py", "spec/standins.py", "spec/variant.py",
 )  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def backward_hash(strategy: str, implementation: str, mask: str, named: tuple[st
     """Hash of every kernel that a whole backward of this strategy and implementation may run; 16 hex digits. ``named``: the
     implementations of its kernels that name themselves; the others do not count."""
     specialized = implementation == WARP_SPECIALIZED
-    names = [DELTA_KERNEL] if strategy == FUSED else []
+    names = [*having_role(BWD_DELTA)] if strategy == FUSED else []
     for kernel in STRATEGIES[strategy]:
         wanted = {*named, *([WARP_SPECIALIZED] if specialized else [])}
         names += [one.name for one in variants_of(kernel) if one.portable or wanted & set(one.implementations)]

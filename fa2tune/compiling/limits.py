@@ -1,4 +1,5 @@
-"""Which configs are dropped unmeasured: those that a GPU cannot launch, and those that are certain to be slow.
+"""Which configs are dropped unmeasured: those that a GPU cannot launch, and those that are certain to be slow. (Whether it
+runs a kernel at all: ``support.py``.)
 
 Each limit is a named constant with its unit, each refusal has a name and a reason. Before a compile: the search space's own
 constraints first, then arithmetic on the config. After a compile: registers, shared memory and spills of the binary.
@@ -6,11 +7,10 @@ constraints first, then arithmetic on the config. After a compile: registers, sh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fa2tune.catalogue import SCHEDULERS
-from fa2tune.compiling.compiler import Binary, interpreted, is_gluon
-from fa2tune.compiling.registry import refused_extent, refused_mask, refused_score
+from fa2tune.compiling.compiler import Binary
+from fa2tune.compiling.registry import refused_extent
+from fa2tune.compiling.support import Refusal, unsupported
 from fa2tune.gpus import KIB, Gpu
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, KERNELS, Config, Problem, Specialization, padded_head_dim
@@ -26,19 +26,6 @@ INSTRUCTION_BYTES = 16
 INSTRUCTION_CACHE = 128 * KIB  #: bytes of an SM's largest instruction cache (Jia et al. 2018, arXiv 1804.06826)
 MANY_SMS = 1 << 16  #: more SMs than any GPU has, so that they do not limit a persistent grid
 MOST_SPILLS = 1.0  #: spilled words per register; a binary with more is dropped unmeasured
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a config is dropped."""
-
-    name: str  #: short, for counting
-    why: str  #: a sentence with the numbers
-
-
-def _capability(arch: int) -> str:
-    """90 -> "9.0"."""
-    return f"{arch // 10}.{arch % 10}"
 
 
 def owns_queries(variant: Variant, config: Config) -> bool:
@@ -70,27 +57,6 @@ def unrolled_fmas(variant: Variant, spec: Specialization, config: Config) -> int
         padded_head_dim(spec.head_dim_v), FULL,
     )  # fmt: skip
     return int(tile.flops(variant.serves) / 2) // (config["num_warps"] * WARP_THREADS)
-
-
-def unsupported(variant: Variant, spec: Specialization, gpu: Gpu) -> Refusal | None:
-    """Why no config of a kernel computes calls like these on this GPU, or None."""
-    if interpreted() and is_gluon(variant):
-        return Refusal("interpreter", f"{variant.short_name} is written in Gluon, which has no interpreter")
-    if not variant.runs_on(gpu.arch):
-        if variant.max_arch == variant.min_arch:
-            needed = f"exactly {_capability(variant.min_arch)}"
-        elif gpu.arch < variant.min_arch:
-            needed = f"{_capability(variant.min_arch)} or newer"
-        else:
-            needed = f"{_capability(variant.max_arch)} or older"
-        return Refusal(
-            "architecture", f"{variant.short_name} needs compute capability {needed}; {gpu.name} has {gpu.capability}"
-        )
-    if (why := refused_mask(variant, spec)) is not None:
-        return Refusal("mask", why)
-    if (why := refused_score(variant, spec)) is not None:
-        return Refusal("score", why)
-    return None
 
 
 def before_compile(variant: Variant, spec: Specialization, config: Config, gpu: Gpu) -> Refusal | None:

@@ -11,13 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from fa2tune.compiling import binaries, hostside
-from fa2tune.compiling.composition import PARSING
+from fa2tune.compiling.composition import PARSING, STATED
 from fa2tune.spec.extent import RAGGED
 from fa2tune.spec.maskfile import hooks_of, mask_named
 from fa2tune.spec.problem import KERNELS, Config, Specialization
+from fa2tune.spec.roles import ROLES, lacking
 from fa2tune.spec.score import NONE
 from fa2tune.spec.standins import is_module
 from fa2tune.spec.variant import DESCRIPTOR, HOOKS, OPTIONAL_HOOKS, PORTABLE_FOLDER, Variant, implementation_of
@@ -27,17 +29,27 @@ log = logging.getLogger("fa2tune")
 #: Folders of kernels/ that hold no kernels. Every other one but PORTABLE_FOLDER is an architecture, whose kernels may be
 #: written in a language that this Triton does not have.
 NO_KERNELS = ("lib", "masks", "scores")
-#: Makes delta for a backward whose own kernels before it do not.
-DELTA_KERNEL = "portable/bwd_delta"
 #: Where a file's last statements usually begin: to parse from there takes a tenth of what the device code above would add.
 _VARIANT = re.compile(r"^VARIANT\b", re.MULTILINE)
 
 
-def kernel_served(text: str, where: str) -> str:
-    """Which kernel of problem.KERNELS a kernel's file says that it implements, "" for none: ``serves`` of the call that VARIANT
-    is. Read and not run, since to run all files takes 0.1 s, for which a first call would wait. ``where``: the file, for
-    errors. ValueError: what it says is no literal, or no kernel."""
-    found: set[str] = set()
+class Stated(NamedTuple):
+    """What a kernel's file says of itself in the call that VARIANT is, by the fields of ``Variant``."""
+
+    serves: str = ""
+    role: str = ""
+    ordered_form_of: str = ""
+    min_arch: int = Variant.min_arch
+    max_arch: int = Variant.max_arch
+
+    def runs_on(self, arch: int) -> bool:
+        return self.min_arch <= arch <= self.max_arch
+
+
+def stated(text: str, where: str) -> Stated:
+    """What a kernel's file says. Read and not run, since to run all files takes 0.1 s, for which a first call would wait.
+    ``where``: the file, for errors. ValueError: what it says is no literal, or no kernel, role or architecture."""
+    found: set[Stated] = set()
     for value in _variants_in(text, where):
         if not isinstance(value, ast.Call):
             raise ValueError(
@@ -48,14 +60,29 @@ def kernel_served(text: str, where: str) -> str:
             raise ValueError(
                 f"{where}: the call that VARIANT is has to name its arguments, got **{ast.unparse(said[None])}"
             )
-        served = said.get("serves", ast.Constant(""))
-        if not isinstance(served, ast.Constant) or served.value not in ("", *KERNELS):
-            allowed = ", ".join(f'"{kernel}"' for kernel in KERNELS)
-            raise ValueError(f"{where}: serves: got {ast.unparse(served):.60}, allowed are {allowed}, written out")
-        found.add(served.value)
+        found.add(Stated(**{name: _literal(name, said[name], where) for name in Stated._fields if name in said}))
     if len(found) > 1:
-        raise ValueError(f"{where}: serves: got {' and '.join(map(repr, sorted(found)))}, a file holds one kernel")
-    return next(iter(found), "")
+        for name, of_each in zip(Stated._fields, zip(*found, strict=True), strict=True):
+            if len({*of_each}) > 1:
+                raise ValueError(
+                    f"{where}: {name}: got {' and '.join(map(repr, sorted(of_each)))}, a file holds one kernel"
+                )
+    return next(iter(found), Stated())
+
+
+def _literal(name: str, said: ast.expr, where: str) -> Any:
+    """The value of a field of ``Stated``."""
+    value = said.value if isinstance(said, ast.Constant) else None
+    if name in ("min_arch", "max_arch"):
+        fits, allowed = type(value) is int, "integers"
+    elif name == "ordered_form_of":
+        fits, allowed = isinstance(value, str), "paths of kernels"
+    else:
+        known = KERNELS if name == "serves" else tuple(ROLES)
+        fits, allowed = value in ("", *known), ", ".join(f'"{one}"' for one in known)
+    if not fits:
+        raise ValueError(f"{where}: {name}: got {ast.unparse(said):.60}, allowed are {allowed}, written out")
+    return value
 
 
 def _variants_in(text: str, where: str) -> list[ast.expr]:
@@ -80,6 +107,24 @@ def _variants_in(text: str, where: str) -> list[ast.expr]:
 
 
 @cache
+def texts() -> Mapping[str, Stated]:
+    """What the file of each kernel says of it, by its path: kernels/<folder>/<name>.py is "<folder>/<name>". None is run."""
+    package = importlib.import_module("fa2tune.kernels")
+    folders = sorted(one.name for root in package.__path__ for one in Path(root).iterdir() if one.is_dir())
+    found: dict[str, Stated] = {}
+    for folder in folders:
+        if folder.isidentifier() and folder not in NO_KERNELS:
+            files = (file for root in package.__path__ for file in Path(root, folder).glob("*.py"))
+            for file in sorted(filter(is_module, files)):
+                name = f"{folder}/{file.stem}"
+                found[name] = stated(file.read_text(encoding="utf-8"), f"kernels/{name}.py")
+    for name, text in found.items():
+        if (free := text.ordered_form_of) and free not in found:
+            raise ValueError(f"kernels/{name}.py: ordered_form_of: got {free!r:.60}, which is no kernel's path")
+    return found
+
+
+@cache
 def _triton_imports() -> bool:
     try:
         importlib.import_module("triton")
@@ -89,37 +134,44 @@ def _triton_imports() -> bool:
 
 
 class Variants(Mapping[str, Variant]):
-    """Every kernel, by its path: kernels/<folder>/<name>.py holds ``VARIANT``, which is called "<folder>/<name>". A file is run
-    when it is needed.
+    """Every kernel, by its path. Its file holds ``VARIANT``, and is run when that is needed.
 
     Where this Triton lacks what the kernels of an architecture are written with, they are absent, and a log line says so."""
 
     def __init__(self) -> None:
-        package = importlib.import_module("fa2tune.kernels")
-        folders = sorted(one.name for root in package.__path__ for one in Path(root).iterdir() if one.is_dir())
-        self._serves: dict[str, str] = {}  #: path -> kernel that it implements, or ""
-        for folder in folders:
-            if folder.isidentifier() and folder not in NO_KERNELS:
-                files = (file for root in package.__path__ for file in Path(root, folder).glob("*.py"))
-                for file in sorted(filter(is_module, files)):
-                    name = f"{folder}/{file.stem}"
-                    self._serves[name] = kernel_served(file.read_text(encoding="utf-8"), f"kernels/{name}.py")
+        self.stated = dict(texts())
         self._read: dict[str, Variant | None] = {}
 
     def _of(self, name: str) -> Variant | None:
-        """What one file holds. ValueError: it implements another kernel than its text says."""
+        """What one file holds. ValueError: it is another kernel than its text says, or lacks what its role asks."""
         if name not in self._read:
             module = name.replace("/", ".")
             found = self._without_triton(module) or self._with_triton(module)
             if found is not None:
                 object.__setattr__(found, "name", name)
-                if found.serves != self._serves[name]:
-                    raise ValueError(
-                        f"kernels/{name}.py: its Variant serves {found.serves!r}, which the call that VARIANT is has to say as "
-                        f'serves="{found.serves}", got {self._serves[name]!r}'
-                    )
+                self._check(found)
             self._read[name] = found
         return self._read[name]
+
+    def _check(self, variant: Variant) -> None:
+        name, text = variant.name, self.stated[variant.name]
+        for one in STATED:
+            if (own := getattr(variant, one)) != (said := getattr(text, one)):
+                raise ValueError(
+                    f"kernels/{name}.py: its Variant has {one} {own!r}, which the call that VARIANT is has to say as "
+                    f'{one}="{own}", got {said!r}'
+                )
+        if text.role and (text.min_arch, text.max_arch) != (variant.min_arch, variant.max_arch):
+            raise ValueError(
+                f"kernels/{name}.py: its Variant has min_arch {variant.min_arch} and max_arch {variant.max_arch}, which the "
+                f"call that VARIANT is has to say, got {text.min_arch} and {text.max_arch}"
+            )
+        if text.role:
+            space = space_file(name) if ROLES[text.role].functions else None
+            if lacks := list(lacking(text.role, variant, space)):
+                raise ValueError(
+                    f"kernels/{name}.py: role {text.role}: it lacks {', '.join(lacks)} (fa2tune/spec/roles.py)"
+                )
 
     @staticmethod
     def _without_triton(module_name: str) -> Variant | None:
@@ -158,13 +210,13 @@ class Variants(Mapping[str, Variant]):
 
     def serving(self, kernel: str) -> Iterable[Variant]:
         """Those that implement a kernel of problem.KERNELS."""
-        return self._whole(name for name, serves in self._serves.items() if serves == kernel).values()
+        return self._whole(name for name, text in self.stated.items() if text.serves == kernel).values()
 
     def __getitem__(self, name: str) -> Variant:
-        return self._whole([name] if name in self._serves else [])[name]
+        return self._whole([name] if name in self.stated else [])[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._whole(self._serves))
+        return iter(self._whole(self.stated))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -286,12 +338,6 @@ def refused_mask(variant: Variant, spec: Specialization) -> str | None:
     return None
 
 
-def computes(name: str, spec: Specialization) -> bool:
-    """Whether this Triton has a kernel, and the kernel the call's mask."""
-    variant = variants().get(name)
-    return variant is not None and refused_mask(variant, spec) is None
-
-
 def refused_score(variant: Variant, spec: Specialization) -> str | None:
     """Why a tuned kernel cannot compute a call's score term, or None."""
     hooks = {"APPLY"} if variant.serves == "fwd" else {"APPLY", "GRAD"}
@@ -305,14 +351,54 @@ def portable_config(kernel: str, spec: Specialization, arch: int) -> Config:
     return portable_of(kernel).space.default(replace(spec, aligned=False) if spec.ragged else spec, arch)
 
 
-#: Fused kernel -> the one that computes the same, from configs of the same dimensions, with dQ summed in a fixed order.
-IN_ORDER = {"sm80/bwd_fused": "sm80/bwd_ordered"}
+def rank(name: str) -> tuple[bool, int, int]:
+    """The less, the more specific: kernels of an architecture before those that any GPU can run, and of these the ones of the
+    newest first, then of the fewest."""
+    text = texts()[name]
+    return name.startswith(f"{PORTABLE_FOLDER}/"), -text.min_arch, text.max_arch
+
+
+@cache
+def having_role(role: str) -> tuple[str, ...]:
+    """The kernels that have a role of roles.ROLES, by path, the most specific first. Their files are not run. ValueError: there
+    is no such role."""
+    if role not in ROLES:
+        raise ValueError(f"role: got {role!r:.40}, known are {', '.join(ROLES)}")
+    return tuple(sorted((name for name, text in texts().items() if text.role == role), key=rank))
+
+
+def space_file(name: str) -> ModuleType:
+    """The file of a kernel's search space, which has the kernel's own path."""
+    return importlib.import_module(f"fa2tune.search_spaces.{name.replace('/', '.')}")
+
+
+def role_kernel(role: str, implementation: str) -> str | None:
+    """The path of the kernel with a role whose configs are of an implementation; None: there is none. ValueError: there are
+    several. Files of kernels are not run."""
+    found = [name for name in having_role(role) if implementation in space_file(name).SPACE.implementations]
+    if len(found) > 1:
+        raise ValueError(f"role {role}: {' and '.join(found)} are both {implementation}")
+    return next(iter(found), None)
+
+
+def ordered_form(variant: Variant) -> Variant | None:
+    """The kernel that computes the same as a fused one with dQ summed in a fixed order; None: there is none. ValueError: there
+    are several, or it is of other dimensions."""
+    found = [name for name, text in texts().items() if text.ordered_form_of == variant.name]
+    if len(found) > 1:
+        raise ValueError(f"{' and '.join(found)} are both ordered forms of {variant.name}")
+    if not found or (form := variants().get(found[0])) is None:
+        return None
+    if odd := {*form.space.dimensions} ^ {*variant.space.dimensions, "DQ_BUFFERS"}:
+        raise ValueError(
+            f"kernels/{form.name}.py: its dimensions are not DQ_BUFFERS and those of {variant.name}: {', '.join(sorted(odd))}"
+        )
+    return form
 
 
 def in_any_order(variant: Variant) -> Variant:
     """Of a kernel with a fixed order, the one without; another as it is."""
-    free = next((name for name, ordered in IN_ORDER.items() if ordered == variant.name), None)
-    return variant if free is None else variant_named(free)
+    return variant_named(variant.ordered_form_of) if variant.ordered_form_of else variant
 
 
 def refused_extent(variant: Variant, spec: Specialization, config: Config) -> str | None:

@@ -25,6 +25,7 @@ from fa2tune.calling.schedules import (
     grouped_schedule,
     key_splits_schedule,
     one_tile_schedule,
+    ordered,
     packed_grouped_schedule,
     packed_schedule,
     packed_splits_schedule,
@@ -143,6 +144,8 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
     variant, spec, own = choice.variant, problem.specialization, choice.of_row
     if own is not choice:
         yield from ((*one, problem) for one in runs(kernel, spec, own, arch))
+    if (other := ordered.other_form(own)) is not None:
+        yield from ((*one, problem) for one in runs(kernel, spec, other, arch))
     if own.config.get("IN_ORDER"):
         return
     others = [*turns_schedule.forms(problem, own, arch)]

@@ -1,8 +1,8 @@
 """A backward whose query groups are split into parts, each of which the kernels that make dK and dV take for a key head of its
 own: more programs where there are few key heads.
 
-K and V are written once per part before (kernels/portable/bwd_spread.py), unless there is one key head. The parts' dK and dV,
-in the call's dtype, are summed in float32 in a fixed order after (kernels/portable/bwd_gather.py). The kernels themselves see a
+K and V are written once per part before (role bwd_spread), unless there is one key head. The parts' dK and dV, in the call's
+dtype, are summed in float32 in a fixed order after (role bwd_gather). The kernels themselves see a
 call with more key heads, so their machine code is that of any call.
 """
 
@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from fa2tune.compiling.compiler import KernelSequence
-from fa2tune.compiling.registry import variant_named
+from fa2tune.compiling.support import companion
 from fa2tune.launching.launch import Strides
 from fa2tune.spec.extent import WHOLE
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.roles import BWD_GATHER, BWD_SPREAD
 from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant, Workspaces
 
@@ -105,8 +106,8 @@ def helpers(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]
     binary serves all masks and score terms, and packed sequences, whose rows are those of one. What runs after reads the parts
     and writes dK and dV, which are aligned whatever K and V are: loads of less than 4 bytes would wait for one another."""
     plain = replace(problem, mask=FULL, score=NONE, negate=False, precision="ieee", extent=WHOLE)
-    found = {"portable/bwd_spread": plain, "portable/bwd_gather": replace(plain, aligned=True)}
-    variants = ((variant_named(name), posed) for name, posed in found.items())
+    found = {BWD_SPREAD: plain, BWD_GATHER: replace(plain, aligned=True)}
+    variants = ((companion(role, posed.specialization, arch), posed) for role, posed in found.items())
     return [(one, one.space.default(posed.specialization, arch), posed) for one, posed in variants]
 
 

@@ -1,25 +1,27 @@
 """A forward whose keys are split among programs: for calls of few queries, or of few tiles, or of one long sequence among
 packed ones.
 
-Each part's sums go to a workspace and are put together after (kernels/portable/fwd_combine.py); of one part there is nothing to
-put together. Tiles of kernels/portable/fwd_split.py have the queries of all heads of a key head as rows, those of
-kernels/sm90/fwd_split.py queries of one head. Which of the two, and how many parts:
-``calling/schedules/key_splits_schedule.py``; of packed sequences, for which the latter alone serves,
-``packed_splits_schedule.py``.
+Each part's sums go to a workspace and are put together after (role fwd_combine); of one part there is nothing to put together.
+Tiles of a kernel of the role fwd_split_grouped have the queries of all heads of a key head as rows, those of fwd_split queries
+of one head. Which of the two, and how many parts: ``calling/schedules/key_splits_schedule.py``; of packed sequences, for which
+the latter alone serves, ``packed_splits_schedule.py``.
 
-A forward by kernels/sm90/fwd_grouped.py, whose keys are not split, is planned here as well: it, too, runs in place of the tuned
-kernel (``calling/schedules/grouped_schedule.py``), and of packed sequences, too.
+A forward by the role fwd_grouped, whose keys are not split, is planned here as well: it, too, runs in place of the tuned kernel
+(``calling/schedules/grouped_schedule.py``), and of packed sequences, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from types import ModuleType
 
 import torch
 
 from fa2tune.compiling.compiler import around
-from fa2tune.compiling.registry import computes, variant_named
+from fa2tune.compiling.registry import role_kernel, space_file, variant_named
+from fa2tune.compiling.support import companion, companion_space
 from fa2tune.launching import launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.launch import InterpretedChain, TensorPlace, Workspace, bind, chain, form, strides_of
@@ -34,17 +36,13 @@ from fa2tune.launching.passes import (
     without_batch,
     without_memory,
 )
-from fa2tune.search_spaces.portable import fwd_combine, fwd_split
-from fa2tune.search_spaces.sm90 import fwd_grouped
-from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
+from fa2tune.search_spaces.portable.fwd_combine import MOST_SPLITS
 from fa2tune.spec.extent import WHOLE
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.roles import FWD_COMBINE, FWD_GROUPED, FWD_SPLIT, FWD_SPLIT_GROUPED
 from fa2tune.spec.score import NONE
-from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
-
-SPLIT_KERNEL, HOPPER_KERNEL, COMBINE_KERNEL = "portable/fwd_split", "sm90/fwd_split", "portable/fwd_combine"
-GROUPED_KERNEL = "sm90/fwd_grouped"
+from fa2tune.spec.variant import Variant, implementation_of
 
 
 def is_grouped(config: Config) -> bool:
@@ -57,11 +55,26 @@ def parts_of(config: Config) -> int:
     return int(config.get("SPLITS", 1))
 
 
+@cache  # asked of every config that is estimated
+def _kernel(grouped: bool, implementation: str) -> tuple[str, str]:
+    """(Role, path of the kernel with that role) that configs are of. ValueError: they are of none, or of several."""
+    roles = (FWD_GROUPED,) if grouped else (FWD_SPLIT_GROUPED, FWD_SPLIT)
+    found = [(role, path) for role in roles if (path := role_kernel(role, implementation)) is not None]
+    if not found:
+        raise ValueError(f"config: got {implementation!r:.40}, which no kernel that splits keys is")
+    if len(found) > 1:
+        raise ValueError(f"{found[0][1]} and {found[1][1]} are both {implementation}")
+    return found[0]
+
+
+def role_of(config: Config) -> str:
+    """Of the kernel that a config is of: entries tell the role, with the implementation."""
+    return _kernel(is_grouped(config), implementation_of(config))[0]
+
+
 def splitting(config: Config) -> Variant:
     """The kernel that a config is of."""
-    if is_grouped(config):
-        return variant_named(GROUPED_KERNEL)
-    return variant_named(HOPPER_KERNEL if implementation_of(config) == WARP_SPECIALIZED else SPLIT_KERNEL)
+    return variant_named(_kernel(is_grouped(config), implementation_of(config))[1])
 
 
 def sums(problem: Problem, splits: int, start: int = 0) -> list[Workspace]:
@@ -84,35 +97,42 @@ def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, 
     before, _ = around(variant, problem.specialization, config, arch)
     found = [(*one, problem) for one in [*before, (variant, config)]]
     if parts_of(config) > 1:
-        found.append((variant_named(COMBINE_KERNEL), fwd_combine.config_of(arch, parts_of(config)), plain(problem)))
+        posed, parts = plain(problem), parts_of(config)
+        combine = companion(FWD_COMBINE, posed.specialization, arch)
+        found.append((combine, space_file(combine.name).config_of(arch, parts), posed))
     return found
 
 
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """Everything that a call of any number of queries may run: heads and lengths decide."""
     spec: Specialization = problem.specialization
-    configs = [
-        fwd_split.config_of(spec, arch, problem.tma, rows, splits)
-        for rows in fwd_split.tiles(spec, arch)
-        for splits in (1, 2, fwd_split.MOST_SPLITS)
-    ]
-    configs += [hopper_split.config_of(spec, rows, 2) for rows in hopper_tiles(problem, arch)]
+    configs = []
+    if (space := space_of(problem, arch, FWD_SPLIT_GROUPED)) is not None:
+        sizes = ((rows, splits) for rows in space.tiles(spec, arch) for splits in (1, 2, MOST_SPLITS))
+        configs += [space.config_of(spec, arch, problem.tma, *size) for size in sizes]
+    if (space := space_of(problem, arch, FWD_SPLIT)) is not None:
+        configs += [space.config_of(spec, rows, 2) for rows in space.tiles(spec, arch)]
     return [one for config in configs for one in kernels(problem, config, arch)]
 
 
-def hopper_tiles(problem: Problem, arch: int) -> tuple[int, ...]:
-    """Rows that a tile of kernels/sm90/fwd_split.py may have; none, where it cannot compute this call, or this Triton it."""
-    if not problem.tma or not computes(HOPPER_KERNEL, problem.specialization):
-        return ()
-    return hopper_split.tiles(problem.specialization, arch)
+def space_of(problem: Problem, arch: int, role: str) -> ModuleType | None:
+    """The file of the search space of the kernel with a role that computes this call; None: none does. All but those of the
+    role fwd_split_grouped read Q, K and V by TMA."""
+    if (role != FWD_SPLIT_GROUPED and not problem.tma) or (role == FWD_GROUPED and problem.group < 2):
+        return None
+    return companion_space(role, problem.specialization, arch)
+
+
+def split_tiles(problem: Problem, arch: int) -> tuple[int, ...]:
+    """Rows that a tile of the role fwd_split may have; none, where no kernel computes this call."""
+    space = space_of(problem, arch, FWD_SPLIT)
+    return () if space is None else space.tiles(problem.specialization, arch)
 
 
 def grouped_tiles(problem: Problem, arch: int) -> tuple[tuple[int, int], ...]:
-    """(rows, keys of a block) that a tile of kernels/sm90/fwd_grouped.py may have; none, where it cannot compute this call, or
-    this Triton it."""
-    if problem.group < 2 or not problem.tma or not computes(GROUPED_KERNEL, problem.specialization):
-        return ()
-    return fwd_grouped.tiles(problem.specialization, arch)
+    """(rows, keys of a block) that a tile of the role fwd_grouped may have; none, where no kernel computes this call."""
+    space = space_of(problem, arch, FWD_GROUPED)
+    return () if space is None else space.tiles(problem.specialization, arch)
 
 
 def bound(

@@ -1,47 +1,53 @@
-"""A dense backward of few keys by one kernel, kernels/sm90/bwd_one_tile.py, in place of a strategy's: neither delta nor sums of
-dQ lie in memory.
+"""A dense backward of few keys by one kernel, of the role bwd_one_tile, in place of a strategy's: neither delta nor sums of dQ
+lie in memory.
 
-Where the query blocks of a key head are split into parts, kernels/portable/bwd_gather.py adds up what they make of dK and dV,
-in a fixed order. Which calls, and how many parts: ``calling/schedules/one_tile_schedule.py``.
+Where the query blocks of a key head are split into parts, one of the role bwd_gather adds up what they make of dK and
+dV, in a fixed order. Which calls, and how many parts: ``calling/schedules/one_tile_schedule.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 
 import torch
 
-from fa2tune.compiling.registry import computes, variant_named
+from fa2tune.compiling.registry import space_file
+from fa2tune.compiling.support import companion, companion_path
 from fa2tune.launching import group_parts, launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import InterpretedChain, Strides, TensorPlace, bind, chain, form, strides_of
 from fa2tune.launching.passes import placed
 from fa2tune.launching.whole_backward import WholePlan
-from fa2tune.search_spaces.sm90 import bwd_one_tile
+from fa2tune.search_spaces.sm90.bwd_one_tile import KEYS
 from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.roles import BWD_ONE_TILE
 from fa2tune.spec.variant import Variant, Workspaces
 
-KERNEL = "sm90/bwd_one_tile"
 #: Its tensors that are workspaces where there are parts, by the names of these.
 _PARTS_OF = {name: group_parts.PARTS_OF[name] for name in ("dk", "dv")}
 
 
 def able(problem: Problem, arch: int) -> bool:
     """Whether the kernel can compute such calls of few keys, and this Triton it."""
-    spec = problem.specialization
-    return problem.tma and bwd_one_tile.fits(spec, arch) and computes(KERNEL, spec)
+    return problem.tma and companion_path(BWD_ONE_TILE, problem.specialization, arch) is not None
+
+
+def space_of(problem: Problem, arch: int) -> ModuleType:
+    """The file of the kernel's search space. ValueError: none can."""
+    return space_file(companion(BWD_ONE_TILE, problem.specialization, arch).name)
 
 
 def can(problem: Problem, arch: int) -> bool:
     """The same of a call."""
-    return 1 <= problem.seqlen_k <= bwd_one_tile.KEYS and able(problem, arch)
+    return 1 <= problem.seqlen_k <= KEYS and able(problem, arch)
 
 
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What runs for a config, in order, each with its config and a problem whose specialization it is compiled for: one binary
     of the second serves all masks."""
-    found = [(variant_named(KERNEL), config, problem)]
+    found = [(companion(BWD_ONE_TILE, problem.specialization, arch), config, problem)]
     return found if config["PARTS"] == 1 else [*found, group_parts.helpers(problem, arch)[1]]
 
 
@@ -90,7 +96,7 @@ def bound(
 
 
 class OneTilePlan(WholePlan):
-    """Needs 1 to bwd_one_tile.KEYS keys."""
+    """Needs 1 to KEYS keys."""
 
     bound = staticmethod(bound)
 

@@ -14,7 +14,7 @@ import torch
 
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
 from fa2tune.compiling.compiler import KernelSequence, around
-from fa2tune.compiling.registry import DELTA_KERNEL, variant_named
+from fa2tune.compiling.support import companion
 from fa2tune.launching import dq_parts, group_parts, overlapped
 from fa2tune.launching.launch import (
     TORCH_DTYPES,
@@ -33,14 +33,15 @@ from fa2tune.search_spaces.portable import packed_order
 from fa2tune.spec.extent import OFFSETS, QUEUE, RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.problem import STRATEGIES, Config, Problem, Specialization
+from fa2tune.spec.roles import BWD_DELTA, PACKED_ORDER
 from fa2tune.spec.score import NONE, Score
 from fa2tune.spec.variant import Workspaces
 
 #: The kernel that sums dQ. Its portable variant adds to float32 zeros and reads delta, all of which is made around it here;
 #: a variant that names kernels of its own for that leaves nothing to do.
 ACCUMULATES_DQ = "bwd_fused"
-#: The kernel that orders the tiles of packed sequences, and what it makes.
-ORDER_KERNEL, ORDER = "portable/packed_order", overlapped.ORDER
+#: What the kernel makes that orders the tiles of packed sequences.
+ORDER = overlapped.ORDER
 #: Element types of workspaces; any other is the problem's.
 _DTYPES = {"fp32": torch.float32, "i32": torch.int32, "bf16": torch.bfloat16}
 #: Bytes: what the caching allocator gives the start of a tensor, and more than any load or descriptor asks.
@@ -122,7 +123,7 @@ def runs(kernel: str, spec: Specialization, given: Config | Choice, arch: int) -
     variant, config = choice.variant, choice.config
     before, after = around(variant, spec, config, arch)
     if kernel == ACCUMULATES_DQ and not variant.before:
-        delta = variant_named(DELTA_KERNEL)
+        delta = companion(BWD_DELTA, spec, arch)
         before = [(delta, delta.space.default(spec, arch))]
     return [*before, (variant, config), *after]
 
@@ -173,7 +174,7 @@ def ordered_before(
     found = [*kernels]
     for one in kernels:
         variant, config = one[:2]
-        if variant.name == ORDER_KERNEL and problem.extent.scheduled:
+        if variant.role == PACKED_ORDER and problem.extent.scheduled:
             at = packed_order.table_at(problem, config["BLOCK_Q"], config["IN_TURNS"])
             if at is not None:
                 found.remove(one)
@@ -212,7 +213,7 @@ class Kernels:
             tuned, config = choice.variant, choice.config
             if kernel == ACCUMULATES_DQ and not tuned.before:
                 self.casts = given["dq"]
-            keys = dq_parts.checked(problem, tuned, parts.get(kernel, 1)) if kernel == overlapped.DQ else 1
+            keys = dq_parts.checked(problem, tuned, parts.get(kernel, 1), arch) if kernel == overlapped.DQ else 1
             count = group_parts.checked(problem, kernel, 1 if keys > 1 else parts.get(kernel, 1))
             posed = group_parts.split(problem, count)
             all_kernels = runs(kernel, problem.specialization, choice, arch)

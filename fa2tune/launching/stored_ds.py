@@ -1,5 +1,5 @@
 """A dense backward of head dims above 128 with dS in memory, in place of a strategy's kernels: dK, dV and dS are made by
-kernels/sm90/bwd_dkdv_ds.py, and dQ of dS by kernels/sm90/bwd_dq_ds.py. Delta is made before, of the whole call.
+the kernel of the role bwd_stored_ds, and dQ of dS by the one after it. Delta is made before, of the whole call.
 
 dS takes two bytes a pair of query and key, so a call may run in slices, of batch entries or of key heads of one: both kernels
 of a slice, over views of the tensors, and then the next slice in the same memory. Results have the same bits on every run, in
@@ -16,18 +16,18 @@ from typing import NamedTuple
 import torch
 
 from fa2tune.compiling.compiler import around
-from fa2tune.compiling.registry import computes, variant_named
+from fa2tune.compiling.support import companion, companion_path
 from fa2tune.launching import launch
 from fa2tune.launching.cuda import Chain, Launch
 from fa2tune.launching.launch import Strides, Workspace, bind, form, strides_of
 from fa2tune.launching.passes import placed
 from fa2tune.launching.whole_backward import WholePlan
 from fa2tune.logs import warn_once
-from fa2tune.search_spaces.sm90 import bwd_dkdv_ds
+from fa2tune.search_spaces.sm90.bwd_dkdv_ds import ds_shape
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem
+from fa2tune.spec.roles import BWD_STORED_DS
 from fa2tune.spec.variant import Variant, Workspaces
 
-KERNEL = "sm90/bwd_dkdv_ds"
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  #: dq, dk, dv
 #: Tensors that have query heads and those that have key heads.
 _OF_QUERIES, _OF_KEYS = ("q", "o", "do", "dq"), ("k", "v", "dk", "dv")
@@ -50,13 +50,12 @@ class Slice(NamedTuple):
 
 def able(problem: Problem, arch: int) -> bool:
     """Whether the kernels can compute such calls, and this Triton them."""
-    spec = problem.specialization
-    return problem.tma and bwd_dkdv_ds.fits(spec, arch) and computes(KERNEL, spec)
+    return problem.tma and companion_path(BWD_STORED_DS, problem.specialization, arch) is not None
 
 
 def ds_bytes(problem: Problem) -> int:
     """Of dS, whole blocks."""
-    return math.prod(bwd_dkdv_ds.ds_shape(problem)) * ITEMSIZE[problem.dtype]
+    return math.prod(ds_shape(problem)) * ITEMSIZE[problem.dtype]
 
 
 def fewest_slices(problem: Problem, most_bytes: int) -> int:
@@ -80,18 +79,23 @@ def slices(problem: Problem, count: int) -> list[Slice]:
     return [Slice(entry, 1, *some) for entry in range(problem.batch) for some in heads]
 
 
+def kernel(problem: Problem, arch: int) -> Variant:
+    """What makes dK, dV and dS. ValueError: none can."""
+    return companion(BWD_STORED_DS, problem.specialization, arch)
+
+
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What runs for a config, each once, in order, with its config and a problem whose specialization it is compiled for."""
-    kernel = variant_named(KERNEL)
-    before, after = around(kernel, problem.specialization, config, arch)
-    return [(*one, problem) for one in (*before, (kernel, config), *after)]
+    main = kernel(problem, arch)
+    before, after = around(main, problem.specialization, config, arch)
+    return [(*one, problem) for one in (*before, (main, config), *after)]
 
 
 def workspaces(problem: Problem, config: Config) -> Workspaces:
     """Memory for delta, and for dS of the largest slice, which is the first."""
     largest = slices(problem, config["SLICES"])[0].of(problem)
     rows = problem.batch, problem.heads_q, problem.seqlen_q
-    return {"delta": (rows, "fp32"), "ds": (bwd_dkdv_ds.ds_shape(largest), "")}
+    return {"delta": (rows, "fp32"), "ds": (ds_shape(largest), "")}
 
 
 def _begins(problem: Problem, one: Slice, strides: Strides) -> dict[str, int]:
@@ -118,7 +122,7 @@ def bound(
     def add(variant: Variant, its_config: Config, posed: Problem, begins: Mapping[str, int]) -> None:
         key = variant.name, posed.batch, posed.heads_kv
         if key not in known:
-            ours = {**spaces, "ds": Workspace(bwd_dkdv_ds.ds_shape(posed), spaces["ds"].dtype, spaces["ds"].start)}
+            ours = {**spaces, "ds": Workspace(ds_shape(posed), spaces["ds"].dtype, spaces["ds"].start)}
             memory = form(variant, posed.specialization, its_config).passed
             names = tuple(name for name, tensor in memory.items() if tensor in index or tensor in ours)
             launched = bind(variant, posed, its_config, strides, softmax_scale, names, device_index, ours)

@@ -15,6 +15,7 @@ import torch
 from fa2tune.spec.mask import FULL, Mask
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.score import NONE, Score
+from fa2tune.spec.scorefile import Places
 
 DTYPE_OF_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -61,11 +62,11 @@ def make_inputs(
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask = FULL, softmax_scale: float | None = None,
-    score: Score = NONE,
+    score: Score = NONE, sequence: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq], differentiable, every
     tensor in the dtype of q. Rows that see no key: o = 0,
-    lse = -inf, no gradient."""
+    lse = -inf, no gradient. ``sequence``: number of the first batch entry, for a score term."""
     batch, heads_q, seqlen_q, head_dim = q.shape
     heads_kv, seqlen_k = k.shape[1], k.shape[2]
     scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
@@ -76,11 +77,13 @@ def attention(
     group = heads_q // heads_kv
     # the query heads of one key head are one tall matrix: [B, Hkv, G * Sq, D]
     scores = q.reshape(batch, heads_kv, group * seqlen_q, head_dim) @ k.transpose(2, 3) * scale
-    scores = score.transformed(scores)
+    rows = torch.arange(seqlen_q, device=q.device).repeat(group)[:, None]
+    keys = torch.arange(seqlen_k, device=q.device)
+    sequences = torch.arange(sequence, sequence + batch, device=q.device)[:, None, None, None]
+    heads = torch.arange(heads_q, device=q.device).repeat_interleave(seqlen_q).reshape(heads_kv, group * seqlen_q, 1)
+    scores = score.transformed(scores, Places(rows, keys, seqlen_k - seqlen_q, sequences, heads))
     blind = None
     if mask != FULL:
-        rows = torch.arange(seqlen_q, device=q.device).repeat(group)[:, None]
-        keys = torch.arange(seqlen_k, device=q.device)
         hidden = ~mask.visible(rows, keys, seqlen_q, seqlen_k)  # [G * Sq, Sk]
         blind = hidden.all(1, keepdim=True)  # [G * Sq, 1]
         # blind rows keep their scores: all -inf would put NaN into the gradient; they are zeroed below
@@ -95,12 +98,12 @@ def attention(
 
 def evaluate(
     inputs: Inputs, dtype: torch.dtype, *, mask: Mask = FULL, softmax_scale: float | None = None,
-    score: Score = NONE, gradients: bool = True,
+    score: Score = NONE, gradients: bool = True, sequence: int = 0,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """o, lse and, with ``gradients``, dq, dk, dv, all computed in ``dtype`` (float64: the oracle; the dtype of the
     inputs: the reference)."""
     q, k, v = (tensor.detach().to(dtype).requires_grad_(gradients) for tensor in (inputs.q, inputs.k, inputs.v))
-    o, lse = attention(q, k, v, mask=mask, softmax_scale=softmax_scale, score=score)
+    o, lse = attention(q, k, v, mask=mask, softmax_scale=softmax_scale, score=score, sequence=sequence)
     results = {"o": o.detach(), "lse": lse.detach()}
     if gradients:
         outputs, incoming = [o], [inputs.do.to(dtype)]
@@ -118,9 +121,11 @@ def oracle_and_reference(
     softmax_scale: float | None = None,
     score: Score = NONE,
     gradients: bool = True,
+    sequence: int = 0,
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
     """``evaluate`` in float64 and in the dtype of the inputs."""
-    options: dict[str, Any] = {"mask": mask, "softmax_scale": softmax_scale, "score": score, "gradients": gradients}
+    options: dict[str, Any] = {"mask": mask, "softmax_scale": softmax_scale, "score": score}
+    options |= {"gradients": gradients, "sequence": sequence}
     oracle = evaluate(inputs, torch.float64, **options)
     same = evaluate(inputs, inputs.q.dtype, **options)
     return oracle, same

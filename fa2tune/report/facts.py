@@ -239,6 +239,7 @@ def stage(reason: str) -> str:
 #: Refusals of limits.before_compile, in words (their own name a config's numbers), and the search's own.
 _LIMITS = {
     "architecture": "the kernel needs a higher compute capability",
+    "call": "the kernel computes no call of this dtype, these head dims or this kind",
     "mask": "the kernel does not compute this mask",
     "score": "the kernel does not compute this score term",
     "extent": "the kernel does not compute packed sequences",

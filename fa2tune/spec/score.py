@@ -60,9 +60,9 @@ class Score:
         )
         return first, second
 
-    def transformed(self, scores: Any) -> Any:
+    def transformed(self, scores: Any, places: scorefile.Places) -> Any:
         """Scores, times softmax_scale, as softmax takes them: tensors of torch."""
-        return scorefile.score_named(self.name).transformed(scores, self.values)
+        return scorefile.score_named(self.name).transformed(scores, self.values, places)
 
 
 NONE = Score("none")

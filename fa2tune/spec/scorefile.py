@@ -25,12 +25,24 @@ def _as_given(softmax_scale: float, values: ScoreValues) -> ScoreValues:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where scores stand, as device functions of a term get it: integers, or tensors of torch that broadcast against them."""
+
+    rows: Any  #: number of the query in its sequence
+    columns: Any  #: of the key
+    offset: Any  #: seqlen_k - seqlen_q: row i is at place i + offset of the keys
+    batch: Any  #: number of the sequence
+    head: Any  #: of the query head
+
+
+@dataclass(frozen=True)
 class ScoreHooks:
     """What a file says of its term. Its device functions are the hooks that kernels ask: ``SCORE_HOOKS`` of spec/variant.py."""
 
     name: str  #: of the file
-    #: (scores times softmax_scale, values) -> what softmax is taken of: tensors of torch, differentiable
-    transformed: Callable[[Any, ScoreValues], Any]
+    #: (scores times softmax_scale, values, where they stand) -> what softmax is taken of: tensors of torch, differentiable, of
+    #: one dtype
+    transformed: Callable[[Any, ScoreValues, Places], Any]
     values: Mapping[str, tuple[float, float]] = field(
         default_factory=dict
     )  #: run-time number -> (smallest, largest) allowed

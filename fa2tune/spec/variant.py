@@ -79,6 +79,11 @@ class SearchSpace:
         """Whether it is one point, so that nothing is searched."""
         return all(len(values) == 1 for values in self.dimensions.values())
 
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """Which implementations its configs are of."""
+        return tuple(self.dimensions.get("LOADS") or self.dimensions.get(IMPLEMENTATION, (WARP_SPECIALIZED,)))
+
     def __post_init__(self) -> None:
         documented = self.default
         object.__setattr__(self, "default", lambda spec, arch: self.completed(documented(spec, arch)))
@@ -135,7 +140,8 @@ Workspaces = Mapping[str, tuple[tuple[int, ...], str] | str]
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One kernel, described for compiling, tuning and launching it.
+    """One kernel, described for compiling, tuning and launching it. Whether it computes a call on a GPU:
+    ``compiling.support.supports(variant, spec, gpu)``.
 
     Parameters are recognised by name, so the kernel's own parameter list is the only list there is:
     tensors by the names in ``tensors``; what is annotated ``constexpr`` is compiled in; the rest are scalars, among them
@@ -164,6 +170,11 @@ class Variant:
     name: str = ""  #: its path in kernels/: "portable/fwd", "sm90/fwd", ...; given by registry.Variants
     #: kernel of problem.KERNELS that it implements, written as ``serves="..."`` in its file; "": none, it runs around others
     serves: str = ""
+    #: role of roles.ROLES that it has, written in the same way; "": none
+    role: str = ""
+    #: path of the fused kernel that computes the same from configs of the same dimensions, without DQ_BUFFERS, dQ summed in any
+    #: order, where this one has a fixed order; written in the same way
+    ordered_form_of: str = ""
     #: dimensions of the search that are no parameters of the kernel, because only grids depend on them, its own or of what runs
     #: after it
     grid_dimensions: tuple[str, ...] = ()
@@ -221,8 +232,7 @@ class Variant:
     @property
     def implementations(self) -> tuple[str, ...]:
         """Which implementations its configs are of."""
-        dimensions = self.space.dimensions
-        return tuple(dimensions.get("LOADS") or dimensions.get(IMPLEMENTATION, (WARP_SPECIALIZED,)))
+        return self.space.implementations
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ from fa2tune.spec.variant import WARP_THREADS
 LN2 = gl.constexpr(0.6931471805599453)
 #: async_load(shared, pointers, mask): global to shared memory, 16 bytes a thread. 3.9 renamed it.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+#: block_barrier(): of all threads of a program
+block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 #: Start of the running row maximum, as in kernels/lib/common.py.
 LOWEST = gl.constexpr(-3.0e38)
 #: Bits of float32 numbers, as PTX writes them.

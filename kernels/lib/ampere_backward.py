@@ -16,16 +16,16 @@ from fa2tune.kernels.lib.ampere import (
     add_columns,
     ask,
     at_b,
+    block_barrier,
     hidden_behind,
     in_place,
     mma_layout,
     none_yet,
     operand_a,
     operand_b,
-    put,
     shared_layout,
 )
-from fa2tune.kernels.lib.ampere_dq_accumulation import add_to_sums
+from fa2tune.kernels.lib.ampere_dq_accumulation import TURN_ROWS, add_to_sums, await_turn_of, pass_turn
 from fa2tune.kernels.lib.ampere_pairs import (
     ds_by_halves,
     pair_at_b,
@@ -33,7 +33,6 @@ from fa2tune.kernels.lib.ampere_pairs import (
     pair_none_yet,
     pair_of_tiles,
     pair_row,
-    put_pair,
 )
 from fa2tune.search_spaces.sm80 import bwd_fused as space
 from fa2tune.spec.problem import Config, Specialization, head_dim_parts, padded_head_dim
@@ -62,6 +61,7 @@ class Form(NamedTuple):
     KEYS_APART: gl.constexpr  #: half of the warps have dK, the others dV; accumulators are [2, BLOCK_N, columns]
     PAIR: gl.constexpr  #: SCORES_APART: layout of the accumulators of both; otherwise SCORES
     IN_TURNS: gl.constexpr  #: a program has several tiles of keys, one after the other
+    IN_ORDER: gl.constexpr  #: tiles of keys add to dQ of a block one after the other, from the first on
     HIDE: gl.constexpr
     HIDE_QUERIES: gl.constexpr
     LEFT_BOUNDED: gl.constexpr
@@ -84,12 +84,14 @@ class Heads(NamedTuple):
     peaks: gl.tensor
     deltas: gl.tensor
     sums: gl.tensor
+    turns: gl.tensor  #: IN_ORDER: 32 bits for each TURN_ROWS queries; otherwise anything
     stride_qh: gl.tensor
     stride_qm: gl.tensor
     stride_doh: gl.tensor
     stride_dom: gl.tensor
     rows_padded: gl.tensor
     count: gl.tensor
+    first: gl.tensor  #: number of the first
 
 
 class Head(NamedTuple):
@@ -100,6 +102,10 @@ class Head(NamedTuple):
     peaks: gl.tensor
     deltas: gl.tensor
     sums: gl.tensor
+    turns: gl.tensor
+    begin: gl.tensor  #: the first query that sees the tile of keys, in whole blocks
+    shared_end: gl.tensor  #: IN_ORDER: queries from here on do not see the tile before
+    number: gl.tensor
 
 
 class Shared(NamedTuple):
@@ -128,6 +134,7 @@ class Call(NamedTuple):
     window: tuple
     score: tuple
     qk_scale: gl.tensor
+    batch: gl.tensor  #: number of the sequence
 
 
 @gluon.constexpr_function
@@ -179,13 +186,13 @@ def _none(form):
 
 
 @gluon.jit
-def _scores(smem, call, form):
-    """Q K^T [BLOCK_M, BLOCK_N], or transposed, as the score term has it."""
+def _scores(smem, rows, columns, head, call, form):
+    """Q K^T [BLOCK_M, BLOCK_N], or transposed, as the score term has it. ``rows`` and ``columns`` broadcast against it."""
     if form.TRANSPOSED:
         s = a_bt(_none(form), smem.k, smem.q, form.HEAD_DIM, STEP, form.SCORES)
     else:
         s = a_bt(_none(form), smem.q, smem.k, form.HEAD_DIM, STEP, form.SCORES)
-    return form.APPLY(s, call.score)
+    return form.APPLY(s, call.score, rows, columns, call.offset, call.batch, head.number)
 
 
 @gluon.jit
@@ -220,7 +227,7 @@ def _add_keys(dk_acc, dk_more, dv_acc, dv_more, smem, form):
 @gluon.jit
 def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form, MASK: gl.constexpr):
     """Queries [m, m + BLOCK_M) of a head, whose peaks are at hand. The last block asks for itself once more, which is never
-    read."""
+    read. IN_ORDER: blocks come from the last to the first."""
     BLOCK_M: gl.constexpr = form.BLOCK_M
     BLOCK_N: gl.constexpr = form.BLOCK_N
     SCORES: gl.constexpr = form.SCORES
@@ -228,14 +235,18 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
     dtype: gl.constexpr = smem.k.dtype
     r = gl.arange(0, BLOCK_M, layout=ROW)
     rows = m + r
-    after = gl.minimum(m + BLOCK_M, end - BLOCK_M)
+    if form.IN_ORDER:  # noqa: SIM108
+        after = gl.maximum(m - BLOCK_M, head.begin)
+    else:
+        after = gl.minimum(m + BLOCK_M, end - BLOCK_M)
     async_copy.wait_group(0)
     delta = gl.load(gl.multiple_of(head.deltas + rows, [8]))  # whole blocks of padded rows
     if form.SCORES_APART:
         ds_by_halves(smem, peak, delta, m, call, STEP, form, MASK)
+        await_turn_of(m, end, head, call, form)
         dk_acc, dk_more, dv_acc, dv_more = _add_keys(dk_acc, dk_more, dv_acc, dv_more, smem, form)
     elif form.TRANSPOSED:
-        s = _scores(smem, call, form)
+        s = _scores(smem, rows[None, :], call.columns[:, None], head, call, form)
         if form.EARLY:
             dp = _dp(smem, form)
         p = gl.exp2(gl.fma(s, call.qk_scale, peak[None, :]))
@@ -245,11 +256,14 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
                 p = hidden_behind(p, call.columns[:, None], seen[None, :], ZERO)
             else:
                 p = form.HIDE_QUERIES(p, call.columns, m, call.offset, call.seqlen_k, call.window, SCORES)
-        slope = form.GRAD(p, s, call.score)
+        slope = form.GRAD(
+            p, s, call.score, rows[None, :], call.columns[:, None], call.offset, call.batch, head.number
+        )  # fmt: skip
         if not form.EARLY:
             dp = _dp(smem, form)
         ds = (slope * (dp - delta[None, :])).to(dtype)
         smem.ds.store(ds)
+        await_turn_of(m, end, head, call, form)
         p_tile = gl.convert_layout(p.to(dtype), operand_a(form.KEYS))
         dv_acc, dv_more = add_columns(
             dv_acc, dv_more, p_tile, smem.do, 0, BLOCK_M, form.DV_FIRST, form.DV_OTHER, form.KEYS
@@ -259,7 +273,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             dk_acc, dk_more, ds_tile, smem.q, 0, BLOCK_M, form.DK_FIRST, form.DK_OTHER, form.KEYS
         )
     else:
-        s = _scores(smem, call, form)
+        s = _scores(smem, rows[:, None], call.columns[None, :], head, call, form)
         if form.EARLY:
             dp = _dp(smem, form)
         weight = gl.fma(s, call.qk_scale, peak[:, None])
@@ -270,7 +284,9 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             else:
                 weight = form.HIDE(weight, rows, call.start_n, call.offset, call.seqlen_k, call.window, SCORES)
         p = gl.exp2(weight)
-        slope = form.GRAD(p, s, call.score)
+        slope = form.GRAD(
+            p, s, call.score, rows[:, None], call.columns[None, :], call.offset, call.batch, head.number
+        )  # fmt: skip
         smem.p.store(p.to(dtype))
         if form.ONE:
             dv_acc, dv_more = at_b(
@@ -279,6 +295,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             dp = _dp(smem, form)
             p = smem.p.load(SCORES).to(gl.float32)
             smem.p.store((p * (dp - delta[:, None])).to(dtype))
+            await_turn_of(m, end, head, call, form)
             dk_acc, dk_more = at_b(
                 dk_acc, dk_more, smem.p, smem.q, BLOCK_M, STEP, form.DK_FIRST, form.DK_OTHER, form.KEYS
             )
@@ -286,7 +303,10 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             if not form.EARLY:
                 dp = _dp(smem, form)
             smem.ds.store((slope * (dp - delta[:, None])).to(dtype))
+            await_turn_of(m, end, head, call, form)
             dk_acc, dk_more, dv_acc, dv_more = _add_keys(dk_acc, dk_more, dv_acc, dv_more, smem, form)
+    if form.IN_ORDER:
+        block_barrier()  # all threads are behind what one has seen; it stands for the one that the copies need
     peak = gl.load(gl.multiple_of(head.peaks + (after + r), [8]))
     _ask_queries(smem, head, after, form)
     dq = none_yet(BLOCK_M, form.DQ_FIRST, form.QUERIES)
@@ -307,7 +327,11 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
 @gluon.jit
 def _over_queries(dk_acc, dk_more, dv_acc, dv_more, peak, first, stop, end, head, smem, call, form, MASK: gl.constexpr):
     """Queries [first, stop) of a head, in whole blocks; ``end``: of all of its queries."""
-    for m in range(first, stop, form.BLOCK_M):
+    for at in range(first, stop, form.BLOCK_M):
+        if form.IN_ORDER:  # noqa: SIM108
+            m = first + stop - form.BLOCK_M - at
+        else:
+            m = at
         dk_acc, dk_more, dv_acc, dv_more, peak = _trip(
             dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form, MASK
         )  # fmt: skip
@@ -409,21 +433,42 @@ def over_heads(heads, k, v, blocks_of, call, form):
         dk_more = none_yet(BLOCK_N, form.DK_OTHER, form.KEYS)
         dv_acc = none_yet(BLOCK_N, form.DV_FIRST, form.KEYS)
         dv_more = none_yet(BLOCK_N, form.DV_OTHER, form.KEYS)
-    m = gl.maximum(gl.minimum(begin, end - BLOCK_M), 0)  # no query may see this tile
-    for _g in range(heads.count):
+    turns, shared_end = heads.turns, end
+    if form.IN_ORDER:
+        m = gl.maximum(end - BLOCK_M, 0)
+        if form.LEFT_BOUNDED:
+            before = blocks_of(start_n - BLOCK_N, start_n, call.seqlen_q, call.seqlen_k, call.window, BLOCK_M)
+            shared_end = gl.where(before[0] < before[3], before[3], 0) * BLOCK_M
+    else:
+        m = gl.maximum(gl.minimum(begin, end - BLOCK_M), 0)  # no query may see this tile
+    for g in range(heads.count):
         async_copy.wait_group(0)  # the copies of the head before, which are not read
         head = Head(
-            Source(q, heads.stride_qm, call.seqlen_q), Source(do, heads.stride_dom, call.seqlen_q), peaks, deltas, sums
+            Source(q, heads.stride_qm, call.seqlen_q), Source(do, heads.stride_dom, call.seqlen_q), peaks, deltas, sums,
+            turns, begin, shared_end, heads.first + g,
         )  # fmt: skip
         _ask_queries(smem, head, m, form)
         peak = gl.load(peaks + m + gl.arange(0, BLOCK_M, layout=ROW))
-        dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
-            dk_acc, dk_more, dv_acc, dv_more, peak, begin, full, end, head, smem, call, form, True
-        )  # fmt: skip
+        if form.IN_ORDER and form.LEFT_BOUNDED:
+            dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
+                dk_acc, dk_more, dv_acc, dv_more, peak, full_end, end, end, head, smem, call, form, True
+            )  # fmt: skip
+        if not form.IN_ORDER:
+            dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
+                dk_acc, dk_more, dv_acc, dv_more, peak, begin, full, end, head, smem, call, form, True
+            )  # fmt: skip
         dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
             dk_acc, dk_more, dv_acc, dv_more, peak, full, full_end, end, head, smem, call, form, False
         )  # fmt: skip
-        if form.LEFT_BOUNDED:
+        if form.IN_ORDER:
+            dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
+                dk_acc, dk_more, dv_acc, dv_more, peak, begin, full, end, head, smem, call, form, True
+            )  # fmt: skip
+            block_barrier()  # all threads have added
+            if begin < end:
+                pass_turn(turns + begin // TURN_ROWS, start_n // BLOCK_N + 1)
+            turns += heads.rows_padded // TURN_ROWS
+        elif form.LEFT_BOUNDED:
             dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
                 dk_acc, dk_more, dv_acc, dv_more, peak, full_end, end, end, head, smem, call, form, True
             )  # fmt: skip
@@ -434,35 +479,6 @@ def over_heads(heads, k, v, blocks_of, call, form):
         sums += heads.rows_padded.to(gl.int64) * form.BLOCK_D
     async_copy.wait_group(0)  # nothing is on its way into shared memory that dK and dV go through, or the next tile
     return dk_acc, dk_more, dv_acc, dv_more
-
-
-@gluon.jit
-def put_keys(
-    dk, dv, dk_acc, dk_more, dv_acc, dv_more, stride_dkn, stride_dvn, start_n, seqlen_k, softmax_scale, form
-):  # fmt: skip
-    """dK and dV of a tile to the heads at ``dk`` and ``dv``."""
-    ROWS: gl.constexpr = form.BLOCK_N
-    WARPS: gl.constexpr = form.WARPS
-    if form.KEYS_APART:
-        put_pair(
-            dk, dv, dk_acc, stride_dkn, stride_dvn, start_n, seqlen_k, softmax_scale, ROWS, form.HEAD_DIM, form.DK_FIRST,
-            WARPS, 0, form.KEYS,
-        )  # fmt: skip
-        if form.DK_OTHER > 0:
-            put_pair(
-                dk, dv, dk_more, stride_dkn, stride_dvn, start_n, seqlen_k, softmax_scale, ROWS, form.HEAD_DIM,
-                form.DK_OTHER, WARPS, form.DK_FIRST, form.KEYS,
-            )  # fmt: skip
-    else:
-        put(dk, dk_acc * softmax_scale, stride_dkn, start_n, seqlen_k, ROWS, form.HEAD_DIM, form.DK_FIRST, WARPS)
-        put(dv, dv_acc, stride_dvn, start_n, seqlen_k, ROWS, form.HEAD_DIM_V, form.DV_FIRST, WARPS)
-        if form.DK_OTHER > 0:
-            put(
-                dk, dk_more * softmax_scale, stride_dkn, start_n, seqlen_k, ROWS, form.HEAD_DIM, form.DK_OTHER, WARPS,
-                form.DK_FIRST,
-            )  # fmt: skip
-        if form.DV_OTHER > 0:
-            put(dv, dv_more, stride_dvn, start_n, seqlen_k, ROWS, form.HEAD_DIM_V, form.DV_OTHER, WARPS, form.DV_FIRST)
 
 
 def constants(spec: Specialization, config: Config) -> dict[str, Any]:

@@ -6,9 +6,11 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.ampere import in_place
+from fa2tune.kernels.lib.ampere import block_barrier, in_place
 from fa2tune.kernels.lib.common import head_base
 from fa2tune.search_spaces.sm80 import bwd_fused as space
+
+TURN_ROWS = gl.constexpr(space.TURN_ROWS)
 
 
 @gluon.jit
@@ -38,6 +40,48 @@ def add_to_sums(
         gl.atomic_add(targets, dq, mask=(d < HEAD_DIM)[None, :], sem="relaxed")
     else:
         gl.atomic_add(targets, dq, sem="relaxed")
+
+
+#: One thread passes a block's turn on, if $4, and waits for another's to be $3. The fence is behind what all threads added
+#: before the last barrier, and before what they add behind the next one.
+_AWAIT = gl.constexpr(
+    "{.reg .pred p; .reg .b32 seen; mov.u32 seen, %tid.x; setp.ne.u32 p, seen, 0; @p bra DONE; "
+    "ld.relaxed.gpu.global.b32 seen, [$1]; fence.acq_rel.gpu; "
+    "setp.ne.s32 p, $4, 0; @p st.relaxed.gpu.global.b32 [$2], $5; "
+    "LOOK: setp.ge.s32 p, seen, $3; @p bra DONE; ld.acquire.gpu.global.b32 seen, [$1]; bra LOOK; DONE: mov.b32 $0, 0;}"
+)
+_PASS = gl.constexpr(
+    "{.reg .pred p; .reg .b32 id; mov.u32 id, %tid.x; setp.eq.u32 p, id, 0; @p st.release.gpu.global.b32 [$1], $2; "
+    "mov.b32 $0, 0;}"
+)
+
+
+@gluon.jit
+def await_turn(turn, due, step: gl.constexpr, passes, number):
+    """Until a block's turn is ``due``, which one thread looks at: a barrier is to follow. Before, if ``passes``, ``number``
+    becomes the turn of the block that lies ``step`` behind it, which this program added to ahead of the last barrier."""
+    gl.inline_asm_elementwise(
+        _AWAIT, "=r,l,l,r,r,r", [turn.to(gl.int64), (turn + step).to(gl.int64), due, passes.to(gl.int32), number],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pass_turn(turn, number):
+    """What all threads added ahead of the last barrier is there."""
+    gl.inline_asm_elementwise(_PASS, "=r,l,r", [turn.to(gl.int64), number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_turn_of(m, end, head, call, form):
+    """IN_ORDER: passes on the turn of the block before, whose additions are behind the barrier with which a trip begins, and
+    waits for this one's. One thread does, while all others go on to the products of dK and dV."""
+    if form.IN_ORDER:
+        if not form.TRANSPOSED:
+            block_barrier()  # the one that is needed behind dS, but ahead of what one thread waits for
+        tile = call.start_n // form.BLOCK_N
+        due = gl.where(m < head.shared_end, tile, 0)
+        await_turn(head.turns + m // TURN_ROWS, due, form.BLOCK_M // TURN_ROWS, m + form.BLOCK_M < end, tile + 1)
 
 
 @triton.jit

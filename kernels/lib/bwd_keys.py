@@ -21,7 +21,7 @@ from fa2tune.kernels.lib.common import (
     store_tile,
     tile_and_head,
 )
-from fa2tune.kernels.lib.extent import packed_tiles, place
+from fa2tune.kernels.lib.extent import packed_sequence, packed_tiles, place
 from fa2tune.spec.variant import Variant
 
 
@@ -53,7 +53,10 @@ def _over_queries(dk_acc, dv_acc, tile, head, begin, end, call, form, MASK: tl.c
         inside = rows < head.q.end
         q_tile = rows_of(head.q, m, form.HEAD_DIM, form.BLOCK_D, True, form)  # [M, D]
         lse_row, lse_low = load_lse(head.lse, rows, inside, head.all_rows, q_tile.dtype == tl.float32)  # [M]
-        scores = form.APPLY(dot(tile.k, tl.trans(q_tile), form.PRECISION), call.score)  # [N, M]
+        scores = form.APPLY(
+            dot(tile.k, tl.trans(q_tile), form.PRECISION), call.score, rows[None, :], tile.columns[:, None], call.offset,
+            call.batch, call.head,
+        )  # [N, M]  # fmt: skip
         p = tl.math.exp2(tl.fma(scores, call.qk_scale, -lse_row[None, :]) - lse_low[None, :])
         if MASK == "always":
             seen = form.KEEP(rows[None, :], tile.columns[:, None], call.offset, call.seqlen_k, call.window)
@@ -69,7 +72,9 @@ def _over_queries(dk_acc, dv_acc, tile, head, begin, end, call, form, MASK: tl.c
         dv_acc = dot_add(p.to(do_tile.dtype), do_tile, dv_acc, form.PRECISION)
         delta_row = tl.load(head.delta + rows, mask=inside, other=0.0)
         ds = p * (dot(tile.v, tl.trans(do_tile), form.PRECISION) - delta_row[None, :])
-        ds = form.GRAD(ds, scores, call.score).to(q_tile.dtype)  # [N, M]
+        ds = form.GRAD(
+            ds, scores, call.score, rows[None, :], tile.columns[:, None], call.offset, call.batch, call.head
+        ).to(q_tile.dtype)  # [N, M]  # fmt: skip
         dk_acc = dot_add(ds, q_tile, dk_acc, form.PRECISION)
         if form.WITH_DQ:
             dq_tile = dot(tl.trans(ds), tile.k, form.PRECISION)  # [M, D]
@@ -102,10 +107,11 @@ def bwd_keys_kernel(
     rows_of_head = seqlen_q
     # causal: the first key tiles are seen by most queries, so tiles run upwards, longest first
     if RAGGED:
-        tile, head = tile_and_head(packed_tiles(seqlen_k, batch, BLOCK_N), heads_kv, HEADS_PER_WAVE, False)
+        number, head = tile_and_head(packed_tiles(seqlen_k, batch, BLOCK_N), heads_kv, HEADS_PER_WAVE, False)
         tile, first_k, seqlen_k, first_q, seqlen_q = place(
-            cu_seqlens_k, cu_seqlens_q, batch, seqlen_k, seqlen_q, tile, BLOCK_N
+            cu_seqlens_k, cu_seqlens_q, batch, seqlen_k, seqlen_q, number, BLOCK_N
         )
+        sequence = packed_sequence(number, tile, first_k, BLOCK_N)
         batch = 1
         k += first_k.to(tl.int64) * stride_kn
         v += first_k.to(tl.int64) * stride_vn
@@ -121,6 +127,8 @@ def bwd_keys_kernel(
         tile, head = tile_and_head(tl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE, False)
     b = head // heads_kv
     h_kv = head % heads_kv
+    if not RAGGED:
+        sequence = b
     start_n = tile * BLOCK_N
     columns = start_n + tl.arange(0, BLOCK_N)
     offset = seqlen_k - seqlen_q
@@ -142,7 +150,6 @@ def bwd_keys_kernel(
         full_end = tl.maximum(full_end, full_begin)
 
     tile_of_keys = Keys(columns, k_tile, v_tile)
-    call = Call(offset, seqlen_k, window, (full_begin, full_end), (score_first, score_second), qk_scale)
     form: tl.constexpr = Form(
         HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V, BLOCK=BLOCK_M, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, KEEP=KEEP,
         LEFT_BOUNDED=LEFT_BOUNDED, APPLY=APPLY, GRAD=GRAD, LOADS=LOADS, PRECISION=PRECISION, WITH_DQ=WITH_DQ,
@@ -159,6 +166,9 @@ def bwd_keys_kernel(
         if WITH_DQ:
             head_dq = dq + first_row * HEAD_DIM
         its = Queries(head_q, head_do, lse + first_row, delta + first_row, head_dq, all_rows)
+        call = Call(
+            offset, seqlen_k, window, (full_begin, full_end), (score_first, score_second), qk_scale, sequence, h
+        )  # fmt: skip
         if MASKED == "inside":
             dk_acc, dv_acc = _over_queries(dk_acc, dv_acc, tile_of_keys, its, begin, end, call, form, "outside_full")
         else:

@@ -37,6 +37,8 @@ class Call(NamedTuple):
     full: tuple  #: first and end of the keys (or queries) whose tiles are seen whole
     score: tuple
     qk_scale: tl.tensor
+    batch: tl.tensor  #: number of the sequence
+    head: tl.tensor  #: of the query head
 
 
 class Form(NamedTuple):

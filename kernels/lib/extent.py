@@ -25,6 +25,13 @@ def packed_tiles(total, sequences, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def packed_sequence(number, tile, first, BLOCK: tl.constexpr):
+    """Which sequence a tile of ``packed_tiles`` is of: ``number`` in the grid, ``tile`` in the sequence, whose first row is
+    ``first``."""
+    return number - tile - first // BLOCK
+
+
+@triton.jit
 def place(own, other, sequences, own_total, other_total, tile, BLOCK: tl.constexpr):
     """Of a tile of ``packed_tiles`` over the sequences of ``own``: (tile in its sequence, first row, rows of the sequence,
     first row of the sequence in ``other``, its rows there). A tile that its sequence does not need has 0 of the last."""

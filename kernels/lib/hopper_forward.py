@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import mbarrier
-from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts, squares_of, tiles_in
+from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts, squares_of, tiles_in, used_of
 from fa2tune.kernels.lib.warps import WARP, WARPGROUP
 from fa2tune.search_spaces.portable import fwd_norms
 from fa2tune.search_spaces.sm90 import fwd as space
@@ -39,6 +39,7 @@ class Form(NamedTuple):
     BLOCK_N: gl.constexpr
     COLUMNS: gl.constexpr  #: of K and V together
     WIDEST: gl.constexpr  #: columns of the wider of Q and V
+    USED_D: gl.constexpr  #: of those of Q and K, the first ones that are not all zeros
     STAGES: gl.constexpr
     Q_STAGES: gl.constexpr
     PINGPONG: gl.constexpr
@@ -47,6 +48,7 @@ class Form(NamedTuple):
     O_THROUGH: gl.constexpr
     NUMBERED: gl.constexpr
     NEGATE: gl.constexpr
+    APPLY: gl.constexpr  #: of the score term
     RAGGED: gl.constexpr
     BLOCKS_BELOW: gl.constexpr
     FIRST_BLOCK: gl.constexpr
@@ -69,6 +71,7 @@ class Call(NamedTuple):
     seqlen_k: gl.tensor
     heads_per_wave: gl.tensor
     window: tuple
+    score: tuple  #: run-time numbers of the score term
 
 
 class Shared(NamedTuple):
@@ -235,11 +238,11 @@ def await_last(barriers, done, form):
 
 
 @gluon.jit
-def q_again(q_smem, slot, at_least_one):
-    """Q's parts [ROWS, columns] of a slot, for one more loop. What is 1 or more makes the address another one to ptxas, which
-    kept for the products of one loop what it works out on the way into another, which a tile may pass by (docs/hopper.md).
-    Each loop of a tile needs another number."""
-    return tiles_in(q_smem, slot + gl.minimum(at_least_one - 1, 0))
+def q_again(q_smem, slot, at_least_one, form):
+    """Q's used columns [ROWS, columns] of a slot, for one more loop. What is 1 or more makes the address another one to ptxas,
+    which kept for the products of one loop what it works out on the way into another, which a tile may pass by
+    (docs/hopper.md). Each loop of a tile needs another number."""
+    return used_of(tiles_in(q_smem, slot + gl.minimum(at_least_one - 1, 0)), form.USED_D)
 
 
 @gluon.jit

@@ -99,6 +99,14 @@ def members_of(head, call, MEMBERS: gl.constexpr):
 
 
 @gluon.jit
+def query_heads(head, call, MEMBERS: gl.constexpr, layout: gl.constexpr):
+    """(batch entry, number of the query head of each row [ROWS, 1]) of what ``place_of`` counts."""
+    members = members_of(head, call, MEMBERS)
+    first = members.h_kv * call.group + members.first
+    return members.b, (first + gl.arange(0, ROWS, layout=layout) % MEMBERS)[:, None]
+
+
+@gluon.jit
 def packed_members(members, end, units):
     """The same of a sequence that ends at row ``end`` of all; ``units``: of 16 bytes, of a row and of the query heads of a key
     head."""

@@ -42,6 +42,7 @@ class Place(NamedTuple):
     h_kv: gl.tensor
     member: gl.tensor  #: which query head of the key head
     part: gl.tensor
+    sequence: gl.tensor  #: number of it, which b is not of packed sequences
 
 
 @gluon.jit
@@ -68,15 +69,16 @@ def place_of(turn, call, parts, form):
         key_head - b * heads_kv,
         head - part * call.group,
         part - key_head * parts,
+        b,
     )
 
 
 @gluon.jit
-def packed_place(head, start, end_q, rows, call, parts):
-    """Of what a queue gave (``received_tile`` in hopper_queue.py): its heads are parts of query heads."""
+def packed_place(head, start, end_q, rows, sequence, call, parts):
+    """Of what a queue gave (``received_tile``, ``sequence_of`` in hopper_queue.py): its heads are parts of query heads."""
     query_head = head // parts
     h_kv = query_head // call.group
-    return Place(end_q - rows, start, 0, h_kv, query_head - h_kv * call.group, head - query_head * parts)
+    return Place(end_q - rows, start, 0, h_kv, query_head - h_kv * call.group, head - query_head * parts, sequence)
 
 
 @gluon.jit

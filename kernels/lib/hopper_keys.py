@@ -19,7 +19,14 @@ from fa2tune.kernels.lib.hopper_forward import (
     sum_parts,
     to_carry,
 )
-from fa2tune.kernels.lib.hopper_parts import add_products, product_layout, product_of_rows, products_done, tiles_in
+from fa2tune.kernels.lib.hopper_parts import (
+    add_products,
+    product_layout,
+    product_of_rows,
+    products_done,
+    tiles_in,
+    used_of,
+)
 
 
 class Seen(NamedTuple):
@@ -31,6 +38,9 @@ class Seen(NamedTuple):
     window: tuple
     below: gl.tensor  #: the group's last key block, and one
     done: gl.tensor  #: key blocks of earlier tiles
+    score: tuple
+    batch: gl.tensor  #: number of the sequence
+    head: gl.tensor  #: of the query head, or of each row's [ROWS, 1]
 
 
 @gluon.jit
@@ -42,8 +52,17 @@ def issue_scores(q_tile, smem, barriers, entry, pred, CONSUMER: gl.constexpr, fo
     mbarrier.wait(barriers.k_ready.index(stage), (entry // form.STAGES) & 1, pred=pred)
     if form.PINGPONG:
         await_turn(CONSUMER)
-    k_tile = tiles_in(smem.k, stage)
+    k_tile = used_of(tiles_in(smem.k, stage), form.USED_D)
     return product_of_rows(q_tile, k_tile, gl.zeros([ROWS, form.BLOCK_N], gl.float32, layout))
+
+
+@gluon.jit
+def with_term(s, column, seen, form):
+    """Products [ROWS, BLOCK_N] with the keys from ``column`` on, as the score term has them."""
+    if form.NEGATE:
+        s = -s
+    columns = column + gl.arange(0, form.BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
+    return form.APPLY(s, seen.score, seen.rows[:, None], columns[None, :], seen.offset, seen.batch, seen.head)
 
 
 @gluon.jit
@@ -67,10 +86,9 @@ def over_keys(
             pass_turn_on(CONSUMER, form.GROUPS)
         s = warpgroup_mma_wait(len(acc), deps=[s_next])
         hand_back(barriers.k_empty, entry, True, K_EMPTY, form)
-        if form.NEGATE:
-            s = -s
+        column = (seen.below - 1 - j) * form.BLOCK_N
+        s = with_term(s, column, seen, form)
         if MASK:
-            column = (seen.below - 1 - j) * form.BLOCK_N
             s = form.HIDE(s, seen.rows, column, seen.offset, seen.seqlen_k, seen.window, s_layout)
         if RESCALE == "never":
             weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))

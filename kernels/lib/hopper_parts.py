@@ -100,12 +100,47 @@ def tiles_in(smem, slot):
     return found
 
 
+@gluon.constexpr_function
+def powers_of_two(columns, used):
+    """(first column, columns) of pieces of a part that together have its first ``used`` columns, the widest first; of all of
+    it, the part."""
+    found, begin, end = [], 0, min(used, columns)
+    while begin < end:
+        width = 1 << ((end - begin).bit_length() - 1)
+        found.append((begin, width))
+        begin += width
+    return tuple(found)
+
+
+@gluon.jit
+def _piece_of(tile, BEGIN: gl.constexpr, WIDTH: gl.constexpr):
+    found = tile
+    if tile.shape[-1] != WIDTH:
+        found = tile.slice(BEGIN, WIDTH, 1)
+    return found
+
+
+@gluon.jit
+def used_of(tiles, USED: gl.constexpr):
+    """The first USED columns of a tile, a multiple of 16, as pieces of its parts that are powers of two wide. Behind them are
+    zeros: of 224 columns in a tile of 256, products take 128, 64 and 32."""
+    PIECES: gl.constexpr = powers_of_two(tiles[0].shape[-1], USED)
+    found = (_piece_of(tiles[0], PIECES[0][0], PIECES[0][1]),)
+    for i in gl.static_range(1, len(PIECES)):
+        found = found + (_piece_of(tiles[0], PIECES[i][0], PIECES[i][1]),)  # noqa: RUF005
+    if len(tiles) > 1:
+        REST: gl.constexpr = powers_of_two(tiles[1].shape[-1], USED - tiles[0].shape[-1])
+        for i in gl.static_range(len(REST)):
+            found = found + (_piece_of(tiles[1], REST[i][0], REST[i][1]),)  # noqa: RUF005
+    return found
+
+
 @gluon.jit
 def loaded(tiles, layout: gl.constexpr):
-    """The parts of a tile in registers."""
+    """The parts of a tile, or its pieces, in registers."""
     found = (tiles[0].load(layout),)
-    if len(tiles) > 1:
-        found = (found[0], tiles[1].load(layout))
+    for i in gl.static_range(1, len(tiles)):
+        found = found + (tiles[i].load(layout),)  # noqa: RUF005
     return found
 
 
@@ -122,10 +157,10 @@ def squares_of(tiles, layout: gl.constexpr):
 
 @gluon.jit
 def product_of_rows(a, b, start):
-    """a b^T, its parts summed into one accumulator, asynchronously. ``start``: zeros, which are not read."""
+    """a b^T, its parts or pieces summed into one accumulator, asynchronously. ``start``: zeros, which are not read."""
     found = warpgroup_mma(a[0], b[0].permute((1, 0)), start, use_acc=False, is_async=True)
-    if len(a) > 1:
-        found = warpgroup_mma(a[1], b[1].permute((1, 0)), found, is_async=True)
+    for i in gl.static_range(1, len(a)):
+        found = warpgroup_mma(a[i], b[i].permute((1, 0)), found, is_async=True)
     return found
 
 

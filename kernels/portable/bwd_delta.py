@@ -36,6 +36,7 @@ def bwd_delta_kernel(
 
 
 VARIANT = Variant(
+    role="bwd_delta",
     kernel=bwd_delta_kernel,
     space=SPACE,
     tensors={"o": "", "do": "", "dlse": "fp32", "delta": "fp32"},

@@ -20,7 +20,7 @@ from fa2tune.kernels.lib.common import (
     store_tile,
     tile_and_head,
 )
-from fa2tune.kernels.lib.extent import packed_tiles, place
+from fa2tune.kernels.lib.extent import packed_sequence, packed_tiles, place
 from fa2tune.search_spaces.portable.bwd_dq import SPACE
 from fa2tune.spec.variant import Variant
 
@@ -42,7 +42,11 @@ def _over_keys(acc, tile, k, v, begin, end, call, form, MASK: tl.constexpr):
     for n in tl.range(begin, end, form.BLOCK):
         k_tile = rows_of(k, n, form.HEAD_DIM, form.BLOCK_D, MASK != "never", form)  # [N, D]
         v_tile = rows_of(v, n, form.HEAD_DIM_V, form.BLOCK_DV, MASK != "never", form)  # [N, DV]
-        scores = form.APPLY(dot(tile.q, tl.trans(k_tile), form.PRECISION), call.score)  # [M, N]
+        keys = n + tl.arange(0, form.BLOCK)  # vanishes without a term; ``columns`` stay in their place
+        scores = form.APPLY(
+            dot(tile.q, tl.trans(k_tile), form.PRECISION), call.score, tile.rows[:, None], keys[None, :], call.offset,
+            call.batch, call.head,
+        )  # [M, N]  # fmt: skip
         p = tl.math.exp2(tl.fma(scores, call.qk_scale, -tile.lse[:, None]) - tile.lse_low[:, None])
         columns = n + tl.arange(0, form.BLOCK)
         if MASK == "always":
@@ -56,7 +60,9 @@ def _over_keys(acc, tile, k, v, begin, end, call, form, MASK: tl.constexpr):
                 seen = form.KEEP(tile.rows[:, None], columns[None, :], call.offset, call.seqlen_k, call.window)
                 p = tl.where(seen, p, 0.0)
         ds = p * (dot(tile.do, tl.trans(v_tile), form.PRECISION) - tile.delta[:, None])
-        ds = form.GRAD(ds, scores, call.score)
+        ds = form.GRAD(
+            ds, scores, call.score, tile.rows[:, None], columns[None, :], call.offset, call.batch, call.head
+        )  # fmt: skip
         acc = dot_add(ds.to(k_tile.dtype), k_tile, acc, form.PRECISION)
     return acc
 
@@ -79,12 +85,13 @@ def bwd_dq_kernel(
     """
     rows_of_head = seqlen_q
     if RAGGED:
-        tile, head = tile_and_head(
+        number, head = tile_and_head(
             packed_tiles(seqlen_q, batch, BLOCK_M), heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
         )
         tile, first_q, seqlen_q, first_k, seqlen_k = place(
-            cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, tile, BLOCK_M
+            cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, number, BLOCK_M
         )
+        sequence = packed_sequence(number, tile, first_q, BLOCK_M)
         batch = 1
         q += first_q.to(tl.int64) * stride_qm
         o += first_q.to(tl.int64) * stride_om
@@ -101,6 +108,8 @@ def bwd_dq_kernel(
         )
     b = head // heads_q
     h = head % heads_q
+    if not RAGGED:
+        sequence = b
     h_kv = h // group
     start_m = tile * BLOCK_M
     rows = start_m + tl.arange(0, BLOCK_M)
@@ -129,7 +138,7 @@ def bwd_dq_kernel(
     queries = Queries(rows, q_tile, do_tile, lse_row, lse_low, delta_row)
     keys = Head(k, b, h_kv, stride_kn, seqlen_k)
     values = Head(v, b, h_kv, stride_vn, seqlen_k)
-    call = Call(offset, seqlen_k, window, (full_begin, full_end), (score_first, score_second), qk_scale)
+    call = Call(offset, seqlen_k, window, (full_begin, full_end), (score_first, score_second), qk_scale, sequence, h)
     form: tl.constexpr = Form(
         HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V, BLOCK=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, KEEP=KEEP,
         LEFT_BOUNDED=LEFT_BOUNDED, APPLY=APPLY, GRAD=GRAD, LOADS=LOADS, PRECISION=PRECISION,

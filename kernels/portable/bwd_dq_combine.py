@@ -39,6 +39,7 @@ def bwd_dq_combine_kernel(
 
 
 VARIANT = Variant(
+    role="bwd_dq_combine",
     kernel=bwd_dq_combine_kernel,
     space=SPACE,
     tensors={"dq_parts": "fp32", "dq": ""},

@@ -65,6 +65,7 @@ def bwd_gather_kernel(
 
 
 VARIANT = Variant(
+    role="bwd_gather",
     kernel=bwd_gather_kernel,
     space=SPACE,
     tensors={"dk_parts": "", "dv_parts": "", "dk": "", "dv": ""},

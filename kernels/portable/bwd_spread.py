@@ -43,6 +43,7 @@ def bwd_spread_kernel(
 
 
 VARIANT = Variant(
+    role="bwd_spread",
     kernel=bwd_spread_kernel,
     space=SPACE,
     tensors={"k": "", "v": "", "k_parts": "", "v_parts": ""},

@@ -17,7 +17,7 @@ from fa2tune.kernels.lib.common import (
     store_tile,
     tile_and_head,
 )
-from fa2tune.kernels.lib.extent import packed_tiles, place
+from fa2tune.kernels.lib.extent import packed_sequence, packed_tiles, place
 from fa2tune.search_spaces.portable.fwd import SPACE
 from fa2tune.spec.variant import Variant
 
@@ -31,7 +31,10 @@ def _over_keys(acc, total, peak, q_tile, rows, k, v, begin, end, call, form, MAS
         scores = dot(q_tile, tl.trans(k_tile), form.PRECISION)  # [M, N]
         if form.NEGATE:
             scores = -scores
-        scores = form.APPLY(scores, call.score)
+        keys = n + tl.arange(0, form.BLOCK)  # vanishes without a term; ``columns`` stay in their place
+        scores = form.APPLY(
+            scores, call.score, rows[:, None], keys[None, :], call.offset, call.batch, call.head
+        )  # fmt: skip
         columns = n + tl.arange(0, form.BLOCK)
         if MASK == "always":
             seen = form.KEEP(rows[:, None], columns[None, :], call.offset, call.seqlen_k, call.window)
@@ -75,12 +78,13 @@ def fwd_kernel(
     """
     rows_of_head = seqlen_q
     if RAGGED:
-        tile, head = tile_and_head(
+        number, head = tile_and_head(
             packed_tiles(seqlen_q, batch, BLOCK_M), heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
         )
         tile, first_q, seqlen_q, first_k, seqlen_k = place(
-            cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, tile, BLOCK_M
+            cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, number, BLOCK_M
         )
+        sequence = packed_sequence(number, tile, first_q, BLOCK_M)
         batch = 1
         q += first_q.to(tl.int64) * stride_qm
         k += first_k.to(tl.int64) * stride_kn
@@ -93,6 +97,8 @@ def fwd_kernel(
         )
     b = head // heads_q
     h = head % heads_q
+    if not RAGGED:
+        sequence = b
     h_kv = h // group
     start_m = tile * BLOCK_M
     rows = start_m + tl.arange(0, BLOCK_M)
@@ -107,7 +113,7 @@ def fwd_kernel(
     begin, full_begin, full_end, end = KEY_RANGE(start_m, BLOCK_M, offset, seqlen_k, window, BLOCK_N)
     keys = Head(k, b, h_kv, stride_kn, seqlen_k)
     values = Head(v, b, h_kv, stride_vn, seqlen_k)
-    call = Call(offset, seqlen_k, window, (full_begin, full_end), (score_first, score_second), qk_scale)
+    call = Call(offset, seqlen_k, window, (full_begin, full_end), (score_first, score_second), qk_scale, sequence, h)
     form: tl.constexpr = Form(
         HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V, BLOCK=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, KEEP=KEEP,
         LEFT_BOUNDED=LEFT_BOUNDED, APPLY=APPLY, NEGATE=NEGATE, LOADS=LOADS, PRECISION=PRECISION,

@@ -59,6 +59,7 @@ def fwd_combine_kernel(
 
 
 VARIANT = Variant(
+    role="fwd_combine",
     kernel=fwd_combine_kernel,
     space=SPACE,
     tensors={"o_parts": "fp32", "stats": "fp32", "o": "", "lse": "fp32"},

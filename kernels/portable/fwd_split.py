@@ -44,6 +44,7 @@ def fwd_split_kernel(
     rows = start + tl.arange(0, BLOCK_M)
     first, count = queries_of(start, group, seqlen_q, BLOCK_M)
     queries = rows // group
+    head_q = h_kv * group + rows - queries * group
     offset = seqlen_k - seqlen_q
     q_tile = load_queries(
         q, b, h_kv, rows, group, seqlen_q, stride_qb, stride_qh, stride_qm, HEAD_DIM, BLOCK_D
@@ -65,7 +66,8 @@ def fwd_split_kernel(
         scores = dot(q_tile, tl.trans(k_tile), PRECISION)  # [M, N]
         if NEGATE:
             scores = -scores
-        scores = APPLY(scores, score)
+        keys = n + tl.arange(0, BLOCK_N)  # vanishes without a term; ``columns`` stay in their place
+        scores = APPLY(scores, score, queries[:, None], keys[None, :], offset, b, head_q[:, None])
         outside = n + BLOCK_N > full_end
         if LEFT_BOUNDED:
             outside = outside | (n < full_begin)
@@ -109,6 +111,7 @@ def fwd_split_kernel(
 
 
 VARIANT = Variant(
+    role="fwd_split_grouped",
     kernel=fwd_split_kernel,
     space=SPACE,
     tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "o_parts": "fp32", "stats": "fp32"},

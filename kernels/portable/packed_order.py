@@ -25,6 +25,7 @@ def packed_order_kernel(
 
 
 VARIANT = Variant(
+    role="packed_order",
     kernel=packed_order_kernel,
     space=space.SPACE,
     tensors={"cu_seqlens_q": "i32", "cu_seqlens_k": "i32", "order": "i32"},

@@ -25,6 +25,7 @@ def packed_orders_kernel(cu_seqlens_q, cu_seqlens_k, order, batch, seqlen_q, seq
 
 
 VARIANT = Variant(
+    role="packed_orders",
     kernel=packed_orders_kernel,
     space=space.TABLES_SPACE,
     tensors={"cu_seqlens_q": "i32", "cu_seqlens_k": "i32", "order": "i32"},

@@ -7,18 +7,21 @@ from fa2tune.spec.scorefile import ScoreHooks
 
 
 @triton.jit
-def apply(scores, score):
-    """q k^T of a tile -> what softmax is taken of, both still to be multiplied by softmax_scale."""
+def apply(scores, score, rows, columns, offset, batch, head):
+    """q k^T of a tile -> what softmax is taken of, both still to be multiplied by softmax_scale.
+
+    rows, columns: numbers of queries and keys in their sequence, int32, which broadcast against the scores; row i is at place
+    i + offset of the keys. batch: number of the sequence. head: of the query head in the call, or numbers that broadcast."""
     return scores
 
 
 @triton.jit
-def grad(ds, scores, score):
+def grad(ds, scores, score, rows, columns, offset, batch, head):
     """The loss's gradient by what ``apply`` gave (scores) -> by what it was given."""
     return ds
 
 
-def transformed(scores, values):
+def transformed(scores, values, _places):
     """On the host: scores, times softmax_scale, as softmax takes them."""
     return scores
 

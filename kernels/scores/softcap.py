@@ -26,18 +26,18 @@ def _tanh(x):
 
 
 @triton.jit
-def apply(scores, score):
+def apply(scores, score, rows, columns, offset, batch, head):
     """As kernels/scores/none.py has it."""
     return _tanh(scores * score[0]) * score[1]
 
 
 @triton.jit
-def grad(ds, scores, score):
+def grad(ds, scores, score, rows, columns, offset, batch, head):
     tanh = scores * score[0]
     return ds * (1.0 - tanh * tanh)
 
 
-def transformed(scores, values):
+def transformed(scores, values, _places):
     (cap,) = values
     return cap * (scores / cap).tanh()
 

@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.ampere import Source, in_place
-from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, layouts, over_heads, put_keys
+from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, layouts, over_heads
+from fa2tune.kernels.lib.ampere_keys import put_keys
 from fa2tune.kernels.lib.common import tile_and_head
 from fa2tune.search_spaces.sm80 import bwd_fused
 from fa2tune.spec.problem import Config, Problem
@@ -39,7 +40,7 @@ def bwd_ordered_sm80_kernel(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
         WARPS=WARPS, SCORES=LAYOUTS[0], KEYS=LAYOUTS[1], QUERIES=LAYOUTS[2], TRANSPOSED=TRANSPOSED, ONE=P_THROUGH == "one",
         EARLY=EARLY, V_IN_REGISTERS=V_IN_REGISTERS, SCORES_APART=SCORES_APART,
-        KEYS_APART=KEYS_APART, PAIR=LAYOUTS[3], IN_TURNS=True, HIDE=HIDE,
+        KEYS_APART=KEYS_APART, PAIR=LAYOUTS[3], IN_TURNS=True, IN_ORDER=False, HIDE=HIDE,
         HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, LAST_KEY=LAST_KEY, APPLY=APPLY, GRAD=GRAD,
         DK_FIRST=DK_FIRST, DK_OTHER=DK_OTHER, DV_FIRST=DV_FIRST, DV_OTHER=DV_OTHER, DQ_FIRST=DQ_FIRST, DQ_OTHER=DQ_OTHER,
     )  # fmt: skip
@@ -70,7 +71,8 @@ def bwd_ordered_sm80_kernel(
         start_n = tile * BLOCK_N
         columns = start_n + gl.arange(0, BLOCK_N, layout=COLUMN)
         heads = Heads(
-            its_q, its_do, its_peaks, its_deltas, its_sums, stride_qh, stride_qm, stride_doh, stride_dom, rows_padded, group
+            its_q, its_do, its_peaks, its_deltas, its_sums, its_sums, stride_qh, stride_qm, stride_doh, stride_dom,
+            rows_padded, group, h_kv * group,
         )  # fmt: skip
         call = Call(
             start_n,
@@ -81,6 +83,7 @@ def bwd_ordered_sm80_kernel(
             (window_left, window_right),
             (score_first, score_second),
             qk_scale,
+            b,
         )
         dk_acc, dk_more, dv_acc, dv_more = over_heads(
             heads, Source(its_k, stride_kn, seqlen_k), Source(its_v, stride_vn, seqlen_k), QUERY_BLOCKS, call, form
@@ -105,6 +108,7 @@ def _workspaces(problem: Problem, config: Config) -> Workspaces:
 
 
 VARIANT = Variant(
+    ordered_form_of="sm80/bwd_fused",
     kernel=bwd_ordered_sm80_kernel,
     space=bwd_fused.IN_ORDER,
     tensors={

@@ -13,6 +13,7 @@ from fa2tune.spec.variant import Variant
 
 #: Rows of a block of the workspaces, of packed sequences.
 UNIT = tl.constexpr(space.ROW_UNIT)
+TURN_ROWS = tl.constexpr(space.TURN_ROWS)
 
 
 @triton.jit
@@ -20,11 +21,12 @@ def bwd_prepare_sm80_kernel(
     o, do, lse, dlse, peaks, deltas, sums, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
     stride_dlseb, stride_dlseh, stride_dlsem, heads_q, seqlen_q, rows_padded, has_dlse, batch, cu_seqlens_q,
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, RAGGED: tl.constexpr, BLOCK_R: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):  # fmt: skip
     """o, do [B, Hq, Sq, DV], lse [B, Hq, Sq], dlse [B, Hq, Sq] (read only if has_dlse) -> float32, each [B, Hq, rows_padded]:
     peaks = -lse * log2(e), deltas = rowsum(dO * O) - dlse; sums [B, Hq, rows_padded, BLOCK_D]: zeros. Where p is to be zero
-    (rows past the end, rows that see no key) peaks are -inf and deltas 0. rows_padded is a multiple of BLOCK_R. RAGGED: as
-    sm80/bwd_fused.py has it."""
+    (rows past the end, rows that see no key) peaks are -inf and deltas 0. rows_padded is a multiple of BLOCK_R. RAGGED,
+    IN_ORDER: as sm80/bwd_fused.py has them; turns: 0."""
     tiles = rows_padded // BLOCK_R
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R
@@ -48,6 +50,9 @@ def bwd_prepare_sm80_kernel(
     first = head.to(tl.int64) * rows_padded + padded
     zeros = tl.zeros([BLOCK_R * BLOCK_D], tl.float32)
     tl.store(sums + first * BLOCK_D + tl.arange(0, BLOCK_R * BLOCK_D), zeros)
+    if IN_ORDER:
+        turns = deltas + tl.cast((1 if RAGGED else batch) * heads_q, tl.int64) * rows_padded + first // TURN_ROWS
+        tl.store(turns + tl.arange(0, BLOCK_R // TURN_ROWS), tl.zeros([BLOCK_R // TURN_ROWS], tl.float32))
     o = head_base(o, b, h, stride_ob, stride_oh, "pointer")
     do = head_base(do, b, h, stride_dob, stride_doh, "pointer")
     dlse = head_base(dlse, b, h, stride_dlseb, stride_dlseh, "pointer")
@@ -78,6 +83,7 @@ VARIANT = Variant(
         "cu_seqlens_q": "i32",
     },
     descriptors={},
+    constants=lambda _spec, config: {"IN_ORDER": config.get("IN_ORDER", False)},
     grid=lambda problem, config, _sm_count, _early: (
         space.padded_rows(problem) // config["BLOCK_R"] * problem.batch * problem.heads_q
     ),

@@ -29,7 +29,7 @@ from fa2tune.kernels.lib.ampere import (
     shared_layout,
 )
 from fa2tune.kernels.lib.common import tile_and_head
-from fa2tune.kernels.lib.extent import packed_tiles
+from fa2tune.kernels.lib.extent import packed_sequence, packed_tiles
 from fa2tune.kernels.lib.gluon_extent import place
 from fa2tune.search_spaces.sm80.fwd import SPACE, STEP, suited
 from fa2tune.spec.problem import head_dim_parts
@@ -94,6 +94,8 @@ class Call(NamedTuple):
     window: tuple
     score: tuple
     qk_scale: gl.tensor
+    batch: gl.tensor  #: number of the sequence
+    head: gl.tensor  #: of the query head
 
 
 @gluon.constexpr_function
@@ -103,8 +105,8 @@ def out_layout(warps, in_halves):
 
 
 @gluon.jit
-def _scores(query, k_smem, call, form):
-    """Q K^T [BLOCK_M, BLOCK_N], as the score term has it."""
+def _scores(query, k_smem, block, call, form):
+    """Q K^T [BLOCK_M, BLOCK_N] of key block ``block``, as the score term has it."""
     MMA: gl.constexpr = mma_layout(form.WARPS, 1)
     s = gl.zeros([form.BLOCK_M, form.BLOCK_N], gl.float32, layout=MMA)
     if form.Q_IN_REGISTERS:
@@ -116,7 +118,10 @@ def _scores(query, k_smem, call, form):
         s = a_bt(s, query.smem, k_smem, form.HEAD_DIM, STEP_COLUMNS, MMA, form.Q_HELD // STEP_COLUMNS)
     if form.NEGATE:
         s = -s
-    return form.APPLY(s, call.score)
+    columns = block * form.BLOCK_N + gl.arange(0, form.BLOCK_N, layout=gl.SliceLayout(0, MMA))
+    return form.APPLY(
+        s, call.score, query.rows[:, None], columns[None, :], call.offset, call.batch, call.head
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -167,7 +172,7 @@ def _trip(acc, more, total, peak, block, query, now, other, call, form, MASK: gl
         # V of the last block may have fewer rows; of every other block all rows are there
         _ask_v(now.v, call, block * BLOCK_N, form, MASK)
         async_copy.commit_group()
-        scores = _scores(query, now.k, call, form)
+        scores = _scores(query, now.k, block, call, form)
         async_copy.wait_group(0)
         _ask_k(now.k, call, before, form, MASK)
         async_copy.commit_group()
@@ -175,7 +180,7 @@ def _trip(acc, more, total, peak, block, query, now, other, call, form, MASK: gl
         _ask_k(other.k, call, before, form, MASK)
         _ask_v(other.v, call, before, form, MASK)
         async_copy.commit_group()
-        scores = _scores(query, now.k, call, form)
+        scores = _scores(query, now.k, block, call, form)
     if MASK:
         if form.LAST_KEY is not None:
             columns = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
@@ -258,12 +263,13 @@ def fwd_sm80_kernel(
     dtype: gl.constexpr = q.dtype.element_ty
     rows_of_head = seqlen_q
     if RAGGED:
-        tile, head = tile_and_head(
+        number, head = tile_and_head(
             packed_tiles(seqlen_q, batch, BLOCK_M), heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
         )
         tile, first_q, seqlen_q, first_k, seqlen_k = place(
-            cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, tile, BLOCK_M, WARPS
+            cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, number, BLOCK_M, WARPS
         )
+        sequence = packed_sequence(number, tile, first_q, BLOCK_M)
         q += first_q.to(gl.int64) * stride_qm
         k += first_k.to(gl.int64) * stride_kn
         v += first_k.to(gl.int64) * stride_vn
@@ -275,6 +281,8 @@ def fwd_sm80_kernel(
         )
     b = head // heads_q
     h = head % heads_q
+    if not RAGGED:
+        sequence = b
     h_kv = h // group
     start_m = tile * BLOCK_M
     rows = start_m + gl.arange(0, BLOCK_M, layout=ROW)
@@ -311,7 +319,7 @@ def fwd_sm80_kernel(
 
     call = Call(
         Source(k, stride_kn, seqlen_k), Source(v, stride_vn, seqlen_k), first, below, offset, seqlen_k, window,
-        (score_first, score_second), qk_scale,
+        (score_first, score_second), qk_scale, sequence, h,
     )  # fmt: skip
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,

@@ -31,7 +31,7 @@ from fa2tune.kernels.lib.hopper_forward import (
     turns_of,
     where_seen,
 )
-from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys
+from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys, with_term
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     descriptors_of,
@@ -43,9 +43,11 @@ from fa2tune.kernels.lib.hopper_parts import (
     store_in_halves,
     store_parts,
     tiles_in,
+    used_of,
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_tiles, received_tile, sequence_of
+from fa2tune.search_spaces.lib.hopper import used_columns
 from fa2tune.search_spaces.portable.fwd_norms import norms_shape
 from fa2tune.search_spaces.portable.packed_order import order_and_counter
 from fa2tune.search_spaces.sm90 import fwd as space
@@ -136,9 +138,9 @@ def _one_tile(
         if form.RIGHT_BOUNDED:
             done = pass_by(start_m, done, True, seqlen_q, seqlen_k, window, barriers, CONSUMER, form)
         mbarrier.wait(barriers.q_ready.index(q_slot), turn & 1)
-    q_tile = q_shared
+    q_tile = used_of(q_shared, form.USED_D)
     if form.Q_IN_REGISTERS:
-        q_tile = loaded(q_shared, gl.DotOperandLayout(0, s_layout, 2))
+        q_tile = loaded(q_tile, gl.DotOperandLayout(0, s_layout, 2))
     if form.Q_STAGES == 1:
         s = issue_scores(q_tile, smem, barriers, done, True, CONSUMER, form)
         if form.PINGPONG:
@@ -153,8 +155,12 @@ def _one_tile(
         hand_back(barriers.k_empty, done, True, K_EMPTY, form)
 
     # ---- the last block, which may be ragged
-    if form.NEGATE:
-        s = -s
+    if form.RAGGED:
+        sequence, query_head = sequence_of(queue, turn, 4), head
+    else:
+        sequence, query_head = head // call.heads_q, head % call.heads_q
+    seen = Seen(rows, offset, seqlen_k, window, below, done, call.score, sequence, query_head)
+    s = with_term(s, (below - 1) * form.BLOCK_N, seen, form)
     s = form.HIDE(s, rows, (below - 1) * form.BLOCK_N, offset, seqlen_k, window, s_layout)
     peak = gl.maximum(gl.max(s, 1) * qk_scale, LOWEST)
     bounded = False
@@ -170,7 +176,6 @@ def _one_tile(
     total = sum_parts(weights)
     p = to_carry(weights, dtype, p_layout, AS_PAIRS)
     acc = zeros_for(smem.v, ROWS)
-    seen = Seen(rows, offset, seqlen_k, window, below, done)
     if form.RIGHT_BOUNDED:
         acc, total, peak, p = over_keys(
             acc, total, peak, p, 1, n_masked, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, True
@@ -180,21 +185,21 @@ def _one_tile(
     if form.RESCALE == "never":
         exact = gl.where(bounded, n_clear, n_masked)
         if OWN_ADDRESSES and form.RIGHT_BOUNDED:
-            q_tile = q_again(smem.q, q_slot, seqlen_q)
+            q_tile = q_again(smem.q, q_slot, seqlen_q, form)
         acc, total, peak, p = over_keys(
             acc, total, peak, p, n_masked, exact, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, "never", False
         )
         p = repack(p, form.RAGGED)
     if OWN_ADDRESSES and (form.RIGHT_BOUNDED or form.RESCALE == "never"):
         # of packed sequences under no mask the compiler knows n_blocks
-        q_tile = q_again(smem.q, q_slot, n_blocks if form.RIGHT_BOUNDED or not form.RAGGED else seqlen_q)
+        q_tile = q_again(smem.q, q_slot, n_blocks if form.RIGHT_BOUNDED or not form.RAGGED else seqlen_q, form)
     acc, total, peak, p = over_keys(
         acc, total, peak, p, exact, n_clear, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, False
     )
     if form.LEFT_BOUNDED:
         p = repack(p, form.RAGGED)
         if OWN_ADDRESSES:
-            q_tile = q_again(smem.q, q_slot, call.heads_q if form.RAGGED else call.batch)
+            q_tile = q_again(smem.q, q_slot, call.heads_q if form.RAGGED else call.batch, form)
         acc, total, peak, p = over_keys(
             acc, total, peak, p, n_clear, n_blocks, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, True
         )
@@ -217,7 +222,9 @@ def _one_tile(
             done = pass_by(next_m, done, more, next_q, next_k, window, barriers, CONSUMER, form)
         q_slot = ((turn + 1) % form.Q_STAGES) * form.GROUPS + CONSUMER
         mbarrier.wait(barriers.q_ready.index(q_slot), ((turn + 1) // form.Q_STAGES) & 1, pred=more)
-        s_next = issue_scores(tiles_in(smem.q, q_slot), smem, barriers, done, more, CONSUMER, form)
+        s_next = issue_scores(
+            used_of(tiles_in(smem.q, q_slot), form.USED_D), smem, barriers, done, more, CONSUMER, form
+        )
     mbarrier.wait(barriers.v_ready.index(v_entry % form.STAGES), (v_entry // form.STAGES) & 1)
     acc = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_entry % form.STAGES), acc)
     if form.Q_STAGES == 1:  # the divisions run beside P V
@@ -290,7 +297,7 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
         if form.RIGHT_BOUNDED:
             done = pass_by(start_m, done, alive, seqlen_q, seqlen_k, call.window, barriers, CONSUMER, form)
         mbarrier.wait(barriers.q_ready.index(CONSUMER), 0, pred=alive)
-        s = issue_scores(tiles_in(smem.q, CONSUMER), smem, barriers, done, alive, CONSUMER, form)
+        s = issue_scores(used_of(tiles_in(smem.q, CONSUMER), form.USED_D), smem, barriers, done, alive, CONSUMER, form)
         if form.PINGPONG:
             pass_turn_on(CONSUMER, form.GROUPS)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -319,14 +326,14 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
 @gluon.jit
 def fwd_hopper_kernel(
     q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, norms, window_left, window_right,
-    q_rest, k_rest, v_rest, o_rest, order, taken,
+    score_first, score_second, q_rest, k_rest, v_rest, o_rest, order, taken,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr,
     CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr, SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
-    RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr,
+    RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr, APPLY: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, RESCALE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr,
-    NUMBERED: gl.constexpr, O_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    NUMBERED: gl.constexpr, O_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, USED_D: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -373,13 +380,13 @@ def fwd_hopper_kernel(
     out = Outputs(o, lse, norms)
     smem = Shared(q_smem, k_smem, v_smem, o_smem)
     barriers = Barriers(q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
-    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window)
+    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, (score_first, score_second))
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=Q_STAGES, PINGPONG=PINGPONG,
         RESCALE=RESCALE, Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS,
-        WIDEST=WIDEST, NEGATE=NEGATE, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW, FIRST_BLOCK=FIRST_BLOCK,
-        CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,
-        LONGEST_LAST=LONGEST_LAST,
+        WIDEST=WIDEST, USED_D=USED_D, NEGATE=NEGATE, APPLY=APPLY, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,
+        FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED,
+        RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=LONGEST_LAST,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if GROUPS == 1:
@@ -438,6 +445,7 @@ VARIANT = Variant(
     constants=lambda spec, config: {
         "NEGATE": spec.negate,
         **space.blocks(spec, config),
+        "USED_D": used_columns(spec),
         "O_COLUMNS": space.o_columns(spec, config),
         "CONSUMER_REGISTERS": space.registers(config),
     },

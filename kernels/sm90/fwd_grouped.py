@@ -35,6 +35,7 @@ from fa2tune.kernels.lib.hopper_grouped import (
     members_of,
     packed_members,
     place_of,
+    query_heads,
     rows_for,
     rows_in,
     slots,
@@ -43,7 +44,7 @@ from fa2tune.kernels.lib.hopper_grouped import (
     where_seen,
 )
 from fa2tune.kernels.lib.hopper_key_parts import pass_entries
-from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys
+from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys, with_term
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     descriptors_of,
@@ -53,9 +54,11 @@ from fa2tune.kernels.lib.hopper_parts import (
     products_done,
     shared_for,
     tiles_in,
+    used_of,
     zeros_for,
 )
-from fa2tune.kernels.lib.hopper_queue import make_queue, produce_members, received_tile
+from fa2tune.kernels.lib.hopper_queue import make_queue, produce_members, received_tile, sequence_of
+from fa2tune.search_spaces.lib.hopper import used_columns
 from fa2tune.search_spaces.portable.packed_order import order_and_counter
 from fa2tune.search_spaces.sm90 import fwd, fwd_grouped
 from fa2tune.spec.problem import Config, Problem
@@ -104,7 +107,7 @@ def _one_tile(
     if form.RIGHT_BOUNDED:  # blocks that only later groups see
         ends = form.BLOCKS_BELOW(start + form.BLOCK_M // MEMBERS, seqlen_q, seqlen_k, window, form.BLOCK_N)
         done = pass_entries(done, ends - below, barriers, CONSUMER, form)
-    q_tile = rows_in(smem.q, CONSUMER)
+    q_tile = used_of(rows_in(smem.q, CONSUMER), form.USED_D)
     mbarrier.wait(barriers.q_ready.index(CONSUMER), turn & 1)
     if form.Q_IN_REGISTERS:
         q_tile = loaded(q_tile, gl.DotOperandLayout(0, s_layout, 2))
@@ -115,15 +118,17 @@ def _one_tile(
         pass_turn_on(CONSUMER, form.GROUPS)
     s = warpgroup_mma_wait(0, deps=[s])
     hand_back(barriers.k_empty, done, True, K_EMPTY, form)
-    if form.NEGATE:
-        s = -s
+    sequence, its_heads = query_heads(head, call, MEMBERS, row_s)  # both vanish without a score term
+    if form.RAGGED:
+        sequence = sequence_of(queue, turn, 4)
+    seen = Seen(rows, offset, seqlen_k, window, below, done, call.score, sequence, its_heads)
+    s = with_term(s, (below - 1) * form.BLOCK_N, seen, form)
     s = form.HIDE(s, rows, (below - 1) * form.BLOCK_N, offset, seqlen_k, window, s_layout)
     peak = gl.maximum(gl.max(s, 1) * qk_scale, LOWEST)
     weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
     total = sum_parts(weights)
     p = to_carry(weights, dtype, p_layout, AS_PAIRS)
     acc = zeros_for(smem.v, ROWS)
-    seen = Seen(rows, offset, seqlen_k, window, below, done)
     if form.RIGHT_BOUNDED:
         acc, total, peak, p = over_keys(
             acc, total, peak, p, 1, n_masked, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, form.RESCALE, True
@@ -212,13 +217,14 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
 @gluon.jit
 def fwd_hopper_grouped_kernel(
     q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, window_left, window_right,
-    q_rest, k_rest, v_rest, o_rest, order, taken, q_units, q_group_units, o_units, o_group_units,
+    score_first, score_second, q_rest, k_rest, v_rest, o_rest, order, taken, q_units, q_group_units, o_units, o_group_units,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
-    NEGATE: gl.constexpr,
+    NEGATE: gl.constexpr, APPLY: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MEMBERS: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr, NUMBERED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    USED_D: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -249,11 +255,13 @@ def fwd_hopper_grouped_kernel(
     smem = Shared(q_smem, k_smem, v_smem, o_smem)
     barriers = Barriers(q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
     band = heads_in_band(seqlen_k, COLUMNS, LONGEST_LAST)
-    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, band, (window_left, window_right))
+    call = Call(
+        batch, heads_q, group, seqlen_q, seqlen_k, band, (window_left, window_right), (score_first, score_second)
+    )
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=1, PINGPONG=PINGPONG,
-        RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS,
-        WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,
+        RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS, USED_D=USED_D,
+        WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, APPLY=APPLY, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,
         FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED,
         RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=LONGEST_LAST,
     )  # fmt: skip
@@ -282,6 +290,7 @@ def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
 
 
 VARIANT = Variant(
+    role="fwd_grouped",
     kernel=fwd_hopper_grouped_kernel,
     space=fwd_grouped.SPACE,
     tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "q_rest": "", "k_rest": "", "v_rest": "", "o_rest": "",
@@ -294,7 +303,7 @@ VARIANT = Variant(
     grid=_grid,
     constants=lambda spec, config: {
         "NEGATE": spec.negate, **fwd_grouped.blocks(spec), "QUERIES": fwd.ROWS // config["MEMBERS"],
-        "CONSUMER_REGISTERS": fwd_grouped.HELD[config["BLOCK_M"]][2],
+        "CONSUMER_REGISTERS": fwd_grouped.HELD[config["BLOCK_M"]][2], "USED_D": used_columns(spec),
     },
     min_arch=90,
     max_arch=90,

@@ -35,7 +35,7 @@ from fa2tune.kernels.lib.hopper_key_parts import (
     store_sums,
     turns_of,
 )
-from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys
+from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys, with_term
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     descriptors_of,
@@ -44,10 +44,11 @@ from fa2tune.kernels.lib.hopper_parts import (
     products_done,
     shared_for,
     tiles_in,
+    used_of,
     zeros_for,
 )
-from fa2tune.kernels.lib.hopper_queue import make_queue, produce_parts, received_tile
-from fa2tune.search_spaces.lib.hopper import part_dims
+from fa2tune.kernels.lib.hopper_queue import make_queue, produce_parts, received_tile, sequence_of
+from fa2tune.search_spaces.lib.hopper import part_dims, used_columns
 from fa2tune.search_spaces.portable.packed_order import order_and_counter
 from fa2tune.search_spaces.sm90 import fwd, fwd_split
 from fa2tune.spec.problem import Config, Problem
@@ -92,7 +93,7 @@ def _one_part(
     n_clear = n_blocks  # from there on blocks lie under the mask's left side
     if form.LEFT_BOUNDED:
         n_clear = gl.maximum(gl.minimum(below - clear_begin, n_blocks), n_masked)
-    q_tile = tiles_in(smem.q, CONSUMER)
+    q_tile = used_of(tiles_in(smem.q, CONSUMER), form.USED_D)
     mbarrier.wait(barriers.q_ready.index(CONSUMER), turn & 1)
     if form.Q_IN_REGISTERS:
         q_tile = loaded(q_tile, gl.DotOperandLayout(0, s_layout, 2))
@@ -103,15 +104,15 @@ def _one_part(
         pass_turn_on(CONSUMER, form.GROUPS)
     s = warpgroup_mma_wait(0, deps=[s])
     hand_back(barriers.k_empty, done, True, K_EMPTY, form)
-    if form.NEGATE:
-        s = -s
+    query_head = place.h_kv * call.group + place.member
+    seen = Seen(rows, offset, seqlen_k, window, below, done, call.score, place.sequence, query_head)
+    s = with_term(s, (below - 1) * form.BLOCK_N, seen, form)
     s = form.HIDE(s, rows, (below - 1) * form.BLOCK_N, offset, seqlen_k, window, s_layout)
     peak = gl.maximum(gl.max(s, 1) * qk_scale, LOWEST)
     weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
     total = sum_parts(weights)
     p = to_carry(weights, dtype, p_layout, AS_PAIRS)
     acc = zeros_for(smem.v, ROWS)
-    seen = Seen(rows, offset, seqlen_k, window, below, done)
     if form.RIGHT_BOUNDED:
         acc, total, peak, p = over_keys(
             acc, total, peak, p, 1, n_masked, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, form.RESCALE, True
@@ -187,8 +188,8 @@ def _consume(sums, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr
         turn = 0
         head, start, end_q, rows, _end_k, keys = received_tile(queue, 0, 4)
         while head >= 0:
-            place = packed_place(head, start, end_q, rows, call, sums.parts)
-            own = Call(1, call.heads_q, call.group, rows, keys, 0, call.window)
+            place = packed_place(head, start, end_q, rows, sequence_of(queue, turn, 4), call, sums.parts)
+            own = Call(1, call.heads_q, call.group, rows, keys, 0, call.window, call.score)
             done = _one_part(turn, done, place, own, sums, smem, barriers, qk_scale, call, CONSUMER, HEAD_DIM_V, form)
             turn += 1
             head, start, end_q, rows, _end_k, keys = received_tile(queue, turn, 4)
@@ -212,13 +213,14 @@ def _slots(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def fwd_hopper_split_kernel(
     q, k, v, o_parts, stats, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, SPLITS, window_left, window_right,
-    q_rest, k_rest, v_rest, order, taken,
+    score_first, score_second, q_rest, k_rest, v_rest, order, taken,
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
-    NEGATE: gl.constexpr,
+    NEGATE: gl.constexpr, APPLY: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, NUMBERED: gl.constexpr, EARLY: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    USED_D: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o_parts and stats as kernels/portable/fwd_split.py has them
     IN_PARTS, of SPLITS parts.
@@ -246,12 +248,12 @@ def fwd_hopper_split_kernel(
     barriers = Barriers(q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
     if RAGGED:
         batch = 1
-    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, 0, (window_left, window_right))
+    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, 0, (window_left, window_right), (score_first, score_second))
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=1, PINGPONG=PINGPONG,
-        RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH="own", NUMBERED=NUMBERED,
+        RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH="own", NUMBERED=NUMBERED, USED_D=USED_D,
         COLUMNS=BLOCK_D + REST_D + BLOCK_DV + REST_DV,
-        WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,
+        WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, APPLY=APPLY, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,
         FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED,
         RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=False,
     )  # fmt: skip
@@ -278,6 +280,7 @@ def _workspaces(problem: Problem, config: Config) -> Workspaces:
 
 
 VARIANT = Variant(
+    role="fwd_split",
     kernel=fwd_hopper_split_kernel,
     space=fwd_split.SPACE,
     tensors={"q": "", "k": "", "v": "", "o_parts": "fp32", "stats": "fp32", "q_rest": "", "k_rest": "", "v_rest": "",
@@ -288,6 +291,7 @@ VARIANT = Variant(
     grid=_grid,
     constants=lambda spec, config: {
         "NEGATE": spec.negate, **part_dims(spec, config), "CONSUMER_REGISTERS": fwd_split.HELD[config["BLOCK_M"]][2],
+        "USED_D": used_columns(spec),
     },
     min_arch=90,
     max_arch=90,

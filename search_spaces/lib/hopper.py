@@ -6,6 +6,11 @@ from fa2tune.spec.variant import Constraint
 SHARED_BYTES = 227 * 1024  #: a block's most on compute capability 9.0
 BARRIER_BYTES = 1024  #: barriers, and what a partition's arguments take
 SECTOR = 16  #: elements of 32 bytes, of which memory is read
+#: Registers of a consumer thread of a forward beside its tiles: with fewer ptxas spills.
+SPARE_REGISTERS = 32
+#: The same beside a score term, by keys of a block. Compiled with a soft cap, 52 configs of rows and defaults spilled up to 114
+#: words with fewer, and up to 24 with as many.
+SPARE_WITH_TERM = {64: 40, 128: 80}
 
 
 def block_dims(spec: Specialization) -> tuple[int, int]:
@@ -37,10 +42,20 @@ def part_dims(spec: Specialization, config: Config) -> dict[str, int]:
     return {"BLOCK_D": d[0], "REST_D": d[1], "BLOCK_DV": dv[0], "REST_DV": dv[1]}
 
 
+def used_columns(spec: Specialization) -> int:
+    """Of the columns of Q's and K's tiles, the first ones that are not all zeros, in steps of a wgmma."""
+    return -(-spec.head_dim // 16) * 16
+
+
 def columns(spec: Specialization, config: Config) -> tuple[int, int]:
     """Columns of the tiles of Q and K, and of those of V, O and dO: of all parts."""
     found = part_dims(spec, config)
     return found["BLOCK_D"] + found["REST_D"], found["BLOCK_DV"] + found["REST_DV"]
+
+
+def spare_registers(spec: Specialization, keys: int) -> int:
+    """What a consumer thread of a forward needs beside its tiles, with so many keys a block."""
+    return SPARE_WITH_TERM[keys] if spec.scored else SPARE_REGISTERS
 
 
 HEAD_DIM_HAS_PARTS = Constraint(

@@ -15,6 +15,7 @@ from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import WARP_THREADS, Constraint, SearchSpace, added
 
 STEP = 16  #: rows or columns of a product's operands that are in registers at once
+TURN_ROWS = 16  #: of dQ, to which key tiles add in turns with IN_ORDER: no block has fewer
 ROW_UNIT = 128  #: query rows of the workspaces are whole multiples: whole blocks, of any config
 
 #: (BLOCK_M, BLOCK_N, num_warps, P_THROUGH, EARLY, SCORE_WARPS, KEY_WARPS, QUERY_WARPS) by padded head dim, at least 64: the
@@ -125,6 +126,8 @@ SPACE = SearchSpace(
         "SCORE_WARPS": (1, 2, 4),  # warps along the rows of scores, of dK and dV, and of dQ; the others along columns
         "KEY_WARPS": (2, 4, 8),
         "QUERY_WARPS": (1, 2, 4),
+        # key tiles add to dQ one after the other; not searched: deterministic calls have it (calling/schedules/ordered.py)
+        "IN_ORDER": added(False, older=False),
         "HEADS_PER_WAVE": (1, 4, 16),
         "num_warps": (4, 8),
         "maxnreg": (0, 128, 168),

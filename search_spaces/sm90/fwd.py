@@ -2,7 +2,13 @@
 
 from collections.abc import Iterator
 
-from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS, begins_within_sectors
+from fa2tune.search_spaces.lib.hopper import (
+    BARRIER_BYTES,
+    SIXTEEN_BIT,
+    TMA_ADDRESSES_TENSORS,
+    begins_within_sectors,
+    spare_registers,
+)
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
 from fa2tune.spec.variant import Constraint, SearchSpace, added
 
@@ -12,7 +18,6 @@ PROGRAMS = {0: 1, 128: 2, 80: 3}
 #: Bytes of shared memory of a multiprocessor, of which each program costs 1 KiB beside its own.
 SHARED_BYTES_SM = 228 * 1024
 PRODUCER_REGISTERS = 24  #: a thread, the fewest there are
-SPARE_REGISTERS = 32  #: of a consumer thread, beside its tiles: with fewer ptxas spills
 #: RESCALE "never" takes the bound of a row's scores in place of their maximum, where it lies at most so many powers of two
 #: above the highest of the row's first block. P is then smaller by as many. bf16 and float32 have 126 below 1: what is lost is
 #: a key whose P is 2^-62 of the largest. fp16 has 14, and 10 more of falling precision, but P may reach 2^HEADROOM_FP16: keys
@@ -97,8 +102,14 @@ def default(spec: Specialization, arch: int) -> Config:
 
 def fitted(spec: Specialization, config: Config) -> Config:
     """The config of a row of other head dims, padded as far as these, for these: in parts, with the room for O, the stages and
-    what ``_roomier`` names that tiles of fewer columns leave."""
-    return _with_room(spec, _roomier(spec, {**config, "IN_PARTS": in_parts(spec)}))
+    what ``_roomier`` names that tiles of fewer columns leave. Beside a score term: with maxima of scores, and less in
+    registers."""
+    found = _roomier(spec, {**config, "IN_PARTS": in_parts(spec)})
+    if spec.scored:
+        smaller = ({"Q_IN_REGISTERS": False}, {"BLOCK_N": 64}, {"Q_IN_REGISTERS": False, "BLOCK_N": 64})
+        tried = [without_norms({**found, **change}) for change in ({}, *smaller)]
+        found = next((one for one in tried if _registers_hold(spec, one)), tried[-1])
+    return _with_room(spec, found)
 
 
 def _with_room(spec: Specialization, config: Config) -> Config:
@@ -117,7 +128,7 @@ def of_tiles(spec: Specialization, rows: int, keys: int, maxnreg: int) -> Config
         "Q_IN_REGISTERS": True, "O_THROUGH": "own", "NUMBERED": True, "HEADS_PER_WAVE": 0,
         "IN_PARTS": in_parts(spec) if wide else "none", "maxnreg": maxnreg, "num_warps": 4,
     }  # fmt: skip
-    if _live_registers(config, spec) > registers(config) - SPARE_REGISTERS:
+    if not _registers_hold(spec, config):
         config["Q_IN_REGISTERS"] = False
     return _with_room(spec, config)
 
@@ -152,7 +163,7 @@ def _roomier(spec: Specialization, config: Config) -> Config:
     longer = {**config, "BLOCK_N": 128}
     if (
         config["BLOCK_N"] == 64
-        and _live_registers(longer, spec) <= registers(longer) - SPARE_REGISTERS
+        and _registers_hold(spec, longer)
         and any(_paths_of_o(spec, longer, 2))
         and not any(_paths_of_o(spec, {**longer, **padded}, 2))
     ):
@@ -213,6 +224,10 @@ def _live_registers(config: Config, spec: Specialization) -> int:
     return int(n // 2 + dv // 2 + n // 4 + (d // 4 if config["Q_IN_REGISTERS"] else 0))
 
 
+def _registers_hold(spec: Specialization, config: Config) -> bool:
+    return _live_registers(config, spec) <= registers(config) - spare_registers(spec, config["BLOCK_N"])
+
+
 def _shared_bytes(config: Config, spec: Specialization, stages: int, o: str) -> int:
     """With so many stages, and O going through ``o``."""
     d, dv = columns(spec, config)
@@ -257,6 +272,11 @@ SPACE = SearchSpace(
             lambda config, spec, arch: _has_parts(spec, config),
         ),
         Constraint(
+            "norms_bound_scores",
+            "a score term may make scores larger than the norms of Q and K let them be",
+            lambda config, spec, arch: not spec.scored or config["RESCALE"] != "never",
+        ),
+        Constraint(
             "one_group_shares",
             "one consumer group leaves the tensor cores idle during its exponentials, unless another program uses them; two "
             "groups have too few registers to share a multiprocessor",
@@ -270,8 +290,8 @@ SPACE = SearchSpace(
         Constraint(
             "registers_hold_tiles",
             "scores, output, probabilities of the block before (and Q) are in registers at the same time; with fewer than 32 "
-            "left ptxas spills and serialises the products (C7512)",
-            lambda config, spec, arch: _live_registers(config, spec) <= registers(config) - SPARE_REGISTERS,
+            "left, or 40 and 80 beside a score term, ptxas spills and serialises the products (C7512)",
+            lambda config, spec, arch: _registers_hold(spec, config),
         ),
         Constraint(
             "launch_registers_hold_a_product",

@@ -3,7 +3,7 @@ searched. They are those that rows of kernels/sm90/fwd.py have with RESCALE "laz
 
 from functools import lru_cache
 
-from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES
+from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES, spare_registers
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
 from fa2tune.spec.variant import SearchSpace
 
@@ -11,8 +11,8 @@ from fa2tune.spec.variant import SearchSpace
 ROWS = (64, 128)
 #: BLOCK_M -> programs that a multiprocessor holds at once, maxnreg for that, and registers that a consumer thread gets then.
 HELD = {64: (2, 128, 232), 128: (1, 0, 240)}
-#: Of a consumer thread, beside its tiles: with fewer ptxas spills; and at the launch beside a product.
-SPARE_REGISTERS, PRODUCT_REGISTERS = 32, 30
+#: Of a consumer thread, at the launch beside a product.
+PRODUCT_REGISTERS = 30
 #: Keys of a block.
 KEYS = (64, 128)
 #: Query heads of a key head that are rows of one tile, the last of them perhaps not there.
@@ -41,7 +41,7 @@ def fits(spec: Specialization, config: Config) -> bool:
     product = max(keys, blocks(spec)["BLOCK_DV"]) // 2 + PRODUCT_REGISTERS
     return (
         shared <= (SHARED_BYTES + 1024) // held - 1024
-        and live <= registers - SPARE_REGISTERS
+        and live <= registers - spare_registers(spec, keys)
         and product <= (at_launch or product)
         and (config["O_THROUGH"] == "own" or _alike(spec))
     )
@@ -68,7 +68,7 @@ def _tile(spec: Specialization, rows: int, keys: int) -> Config | None:
 
 def tiles(spec: Specialization, arch: int) -> tuple[tuple[int, int], ...]:
     """(rows, keys of a block) that a tile may have; none, where the kernel cannot compute such a call."""
-    if arch != 90 or spec.dtype == "fp32" or not spec.aligned or spec.score != "none":
+    if arch != 90 or spec.dtype == "fp32" or not spec.aligned:
         return ()
     if spec.ragged and spec.wide:  # coordinates count units of 16 bytes in 32 bits
         return ()

@@ -1,7 +1,14 @@
 """Tiles of kernels/sm90/fwd_split.py: they follow from the head dims and the mask, and nothing is searched. They are those that
 rows of kernels/sm90/fwd.py have with RESCALE "lazy", in the room that O leaves: it goes to memory from registers."""
 
-from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES, block_dims, columns, parts_pay
+from fa2tune.search_spaces.lib.hopper import (
+    BARRIER_BYTES,
+    SHARED_BYTES,
+    block_dims,
+    columns,
+    parts_pay,
+    spare_registers,
+)
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import SearchSpace
 
@@ -9,8 +16,6 @@ from fa2tune.spec.variant import SearchSpace
 ROWS = (64, 128)
 #: BLOCK_M -> programs that a multiprocessor holds at once, maxnreg for that, and registers that a consumer thread gets then.
 HELD = {64: (2, 128, 232), 128: (1, 0, 240)}
-#: Of a consumer thread, beside its tiles: with fewer ptxas spills.
-SPARE_REGISTERS = 32
 #: Parts that keys are split into at most.
 MOST_SPLITS = 256
 
@@ -22,7 +27,7 @@ def fits(spec: Specialization, config: Config) -> bool:
     programs, _, registers = HELD[rows]
     shared = 2 * (rows * d + config["STAGES"] * keys * (d + dv)) + BARRIER_BYTES
     live = keys // 2 + dv // 2 + keys // 4 + (d // 4 if config["Q_IN_REGISTERS"] else 0)
-    return shared <= (SHARED_BYTES + 1024) // programs - 1024 and live <= registers - SPARE_REGISTERS
+    return shared <= (SHARED_BYTES + 1024) // programs - 1024 and live <= registers - spare_registers(spec, keys)
 
 
 def _tile(spec: Specialization, rows: int) -> Config | None:
@@ -40,7 +45,7 @@ def _tile(spec: Specialization, rows: int) -> Config | None:
 
 def tiles(spec: Specialization, arch: int) -> tuple[int, ...]:
     """Rows that a tile may have; none, where the kernel cannot compute such a call."""
-    if arch != 90 or spec.dtype == "fp32" or not spec.aligned or spec.score != "none":
+    if arch != 90 or spec.dtype == "fp32" or not spec.aligned:
         return ()
     return tuple(rows for rows in ROWS if _tile(spec, rows) is not None)
 

@@ -21,6 +21,7 @@ from fa2tune.calling.schedules import split_backward_schedule as schedule
 from fa2tune.compiling import compiler, limits
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError
+from fa2tune.compiling.registry import variant_named
 from fa2tune.fleet import precompile
 from fa2tune.launching import dq_parts
 from fa2tune.launching.overlapped import DQ_AT_ONCE
@@ -181,7 +182,7 @@ def test_explain_names_the_kernels() -> None:
 
 
 def test_a_tile_fits_every_head_dim() -> None:
-    split = dq_parts.variant_named(dq_parts.SPLIT_KERNEL)
+    split = variant_named("sm90/bwd_dq_split")
     for dims in ((136, 136), (144, 64), (192, 128), (64, 256), (256, 256)):
         spec = replace(FEW, head_dim=dims[0], head_dim_v=dims[1]).specialization
         assert limits.before_compile(split, spec, bwd_dq_split.config_of(spec, 2), H200) is None
@@ -210,7 +211,7 @@ def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) ->
 def test_precompile_has_both_kernels() -> None:
     choice = chosen(FEW)["bwd_dq"]
     found = {variant.name for variant, _, _ in precompile._by_shape("bwd_dq", FEW, choice, 90)}
-    assert {dq_parts.SPLIT_KERNEL, dq_parts.COMBINE_KERNEL} <= found
+    assert {"sm90/bwd_dq_split", "portable/bwd_dq_combine"} <= found
     assert not schedule.all_kernels(replace(FEW, head_dim=64, head_dim_v=64), choice, 90)
 
 

@@ -120,7 +120,6 @@ def test_heads_that_do_not_fill_their_tiles_are_counted() -> None:
         {"tma": False},
         {"aligned": False, "tma": False},
         {"dtype": "fp32"},
-        {"score": score_of(20.0)},
         {"batch": 1, "extent": Extent(RAGGED, 10, 66)},
         {"mask": Mask("chunked", 64)},
         {"seqlen_k": 0},
@@ -132,6 +131,10 @@ def test_heads_that_do_not_fill_their_tiles_are_counted() -> None:
 def test_calls_that_the_kernel_is_not_asked_for(always: None, other: dict[str, Any]) -> None:
     assert chosen(PROMPT) is not None
     assert chosen(replace(PROMPT, **other)) is None
+
+
+def test_score_terms_are_computed(always: None) -> None:
+    assert chosen(replace(PROMPT, score=score_of(20.0))) is not None
 
 
 def test_other_gpus_keep_their_kernels() -> None:

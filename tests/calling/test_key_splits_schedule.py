@@ -230,13 +230,17 @@ def test_estimates_of_the_warp_specialised_kernel_are_near_its_times():
     [
         {"seqlen_q": 1}, {"seqlen_q": 16},  # of few queries tiles are empty: the portable kernel, if any
         {"seqlen_q": 4096, "seqlen_k": 8192},  # tiles of very different lengths, and enough of them
-        {"tma": False}, {"dtype": "fp32"}, {"score": score_of(20.0)},
+        {"tma": False}, {"dtype": "fp32"},
     ],
     ids=str,
 )  # fmt: skip
 def test_calls_that_the_warp_specialised_kernel_is_not_taken_for(changed):
     split = split_of(replace(CHUNK, **changed))
     assert split is None or key_splits_schedule.splitting(split).name == "portable/fwd_split"
+
+
+def test_score_terms_are_computed_by_the_warp_specialised_kernel():
+    assert key_splits_schedule.splitting(split_of(replace(CHUNK, score=score_of(20.0)))).name == "sm90/fwd_split"
 
 
 def test_splitting_by_the_warp_specialised_kernel_has_to_be_worth_its_margin(monkeypatch):

@@ -25,6 +25,7 @@ from fa2tune.search_spaces.sm90 import bwd_one_tile
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.roles import BWD_ONE_TILE
 from fa2tune.spec.score import score_of
 from fa2tune.spec.variant import Variant
 
@@ -68,7 +69,7 @@ def choices(problem: Problem, gpu: Gpu = H200, deterministic: bool = False) -> d
 def chosen(problem: Problem, gpu: Gpu = H200, deterministic: bool = False) -> Config | None:
     served = choices(problem, gpu, deterministic)
     whole, _ = backward_plans.whole(problem, served, backward_plans.division(problem, served, gpu), gpu)
-    return whole.config if whole is not None and whole.kernel == one_key_tile.KERNEL else None
+    return whole.config if whole is not None and whole.role == BWD_ONE_TILE else None
 
 
 def form_of(config: Config) -> tuple[int, int, bool]:
@@ -152,7 +153,7 @@ def test_no_call_is_faster_than_memory() -> None:
 
 
 def test_a_tile_fits_every_head_dim() -> None:
-    kernel = variant_named(one_key_tile.KERNEL)
+    kernel = variant_named("sm90/bwd_one_tile")
     for dims in ((16, 16), (64, 64), (48, 80), (128, 128), (144, 64), (256, 256)):
         spec = replace(CROSS, head_dim=dims[0], head_dim_v=dims[1]).specialization
         for halves in bwd_one_tile.halves_of(spec):

@@ -1,7 +1,8 @@
-"""Which deterministic calls the fused backward in a fixed order serves, and of how many programs a head has."""
+"""Which deterministic calls the fused backward in a fixed order serves: in turns, or by how many programs a head."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,10 +13,11 @@ import pytest
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch, serving
-from fa2tune.calling.schedules import ordered
+from fa2tune.calling.schedules import ampere_turns, fused_schedule, ordered
 from fa2tune.compiling import registry
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError, NoTritonError, binary_config
+from fa2tune.fleet import precompile
 from fa2tune.launching.launch import CaptureMiss
 from fa2tune.rows import lookup
 from fa2tune.spec.extent import RAGGED, Extent
@@ -38,8 +40,31 @@ def chosen(problem: Problem, gpu: Any = A100) -> tuple[str, Mapping[str, Choice]
     return choosing.choose_backward(choosing.Chooser(problem, gpu, node=NODE), True)
 
 
+@pytest.fixture
+def by_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is expected to be faster in turns."""
+    monkeypatch.setattr(ordered, "BUFFERS_REACH", math.inf)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, Mask("band", 500, 0)], ids=str)
+def test_the_fused_kernel_s_row_serves_them_in_turns(dim: int, mask: Mask) -> None:
+    for length, group in product((512, 4096, 16384), (1, 4)):
+        heads = max(4, 2048 // dim // 4 * 4)
+        problem = posed(length, dim, mask, (heads, heads // group))
+        strategy, choices = chosen(problem)
+        free = choosing.choose_backward(choosing.Chooser(problem, A100, node=NODE), False)[1]["bwd_fused"]
+        assert free.variant is FREE and strategy == FUSED and list(choices) == ["bwd_fused"]
+        found = choices["bwd_fused"]
+        assert found.variant is FREE and found.row is free.row and found.estimated
+        band = found.config["HEADS_PER_WAVE"]
+        assert found.config == {**free.config, "IN_ORDER": True, "HEADS_PER_WAVE": band} and band in ampere_turns.BANDS
+        assert FREE.space.broken(found.config, problem.specialization, 80) is None
+
+
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+@pytest.mark.usefixtures("by_buffers")
 def test_the_fused_kernel_s_row_serves_them(dim: int, mask: Mask) -> None:
     for length in (512, 4096, 16384):
         problem = posed(length, dim, mask, (2048 // dim, 2048 // dim))
@@ -60,12 +85,40 @@ def test_the_fused_kernel_s_row_serves_them(dim: int, mask: Mask) -> None:
         (posed(aligned=False, tma=False), A100),
         (replace(posed(), dtype="fp32"), A100),
         (replace(posed(), batch=1, extent=Extent(RAGGED, 16)), A100),
-        (posed(65536, 256, FULL, (1, 1)), L4),
     ],
-    ids=["h200", "unaligned", "fp32", "packed", "little memory"],
+    ids=["h200", "unaligned", "fp32", "packed"],
 )
 def test_others_are_split(problem: Problem, gpu: Any) -> None:
     assert chosen(problem, gpu)[0] == SPLIT
+
+
+@pytest.mark.usefixtures("by_buffers")
+def test_little_memory() -> None:
+    assert chosen(posed(65536, 256, FULL, (1, 1)), L4)[0] == SPLIT
+
+
+@pytest.mark.parametrize(
+    ("problem", "least"),
+    [
+        (posed(8192, 128, FULL), 0.97),
+        (posed(2048, 256, FULL, (8, 8)), 0.96),
+        (posed(16384, 64, CAUSAL, (32, 32)), 0.97),
+        (posed(512, 128, CAUSAL), 0.8),  # keys of 64: tiles that get shorter by a block
+        (posed(4096, 128, CAUSAL, (28, 4)), 0.9),  # in parts
+    ],
+    ids=str,
+)
+def test_most_tiles_do_not_wait(problem: Problem, least: float) -> None:
+    free = choosing.choose_backward(choosing.Chooser(problem, A100, node=NODE), False)[1]["bwd_fused"]
+    config, speed = ordered.in_turns(problem, free.config, A100)
+    assert least <= speed <= 1
+    narrow = ampere_turns.speed(
+        ordered.group_parts_schedule.rows_of_tiles(
+            problem.seqlen_q, problem.seqlen_k, config["BLOCK_N"], problem.mask
+        ),
+        problem.batch * problem.heads_kv, problem.group, config["BLOCK_M"], 108, 1,
+    )  # fmt: skip
+    assert narrow < speed, "all tiles of a head at a time"
 
 
 @pytest.mark.parametrize(("programs", "tiles"), [*product((1, 2, 3, 4, 7, 8), (1, 2, 5, 8, 9, 16, 31, 64))])
@@ -106,14 +159,16 @@ def test_tiles_of_few_keys_are_bound_by_memory() -> None:
     assert speeds[512] > 0.9 and speeds[8192] < ordered.LEAST_SPEED
 
 
-def test_a_split_group_has_programs_for_each_part() -> None:
-    problem = posed(8192, heads=(16, 1))
-    _, choices = chosen(problem)
-    free = Choice(FREE, {name: value for name, value in choices["bwd_fused"].config.items() if name != "DQ_BUFFERS"})
-    parts = ordered.group_parts_schedule.parts(problem, choices, A100)
-    assert parts == ordered.group_parts_schedule.parts(problem, {"bwd_fused": free}, A100) != {}
+def test_a_group_is_split(request: pytest.FixtureRequest) -> None:
+    """For programs with sums of their own as without an order; in turns no less."""
+    problem, of = posed(8192, heads=(16, 1)), ordered.group_parts_schedule.parts
+    free = {"bwd_fused": Choice(FREE, chosen(problem)[1]["bwd_fused"].config | {"IN_ORDER": False})}
+    assert of(problem, chosen(problem)[1], A100)["bwd_fused"] >= of(problem, free, A100)["bwd_fused"] > 1
+    request.getfixturevalue("by_buffers")
+    assert of(problem, chosen(problem)[1], A100) == of(problem, free, A100)
 
 
+@pytest.mark.usefixtures("by_buffers")
 def test_explain_tells_of_the_split_kernels_where_its_own_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(variant: Any, *_: Any) -> tuple[Any, str]:
         return (None, "no file holds it") if variant is ORDERED else (object(), "a file")
@@ -126,6 +181,15 @@ def test_explain_tells_of_the_split_kernels_where_its_own_is_not_to_be_had(monke
     assert [one.kernel for one in found.kernels] == [BACKWARD, "bwd_dq", "bwd_dkdv"] and not found.lacking
 
 
+def test_explain_tells_of_turns() -> None:
+    found = serving.explain_problem(posed(), A100, (BACKWARD,), deterministic=True, present=False)
+    whole, fused = found.kernels
+    assert whole.row is not None and whole.row.strategy == FUSED and fused.kernel == "bwd_fused"
+    assert whole.form == fused.form == fused_schedule.IN_ORDER_FORM
+    assert fused.binaries is not None and "sm80/bwd_fused" in fused.binaries
+
+
+@pytest.mark.usefixtures("by_buffers")
 def test_explain_tells_it() -> None:
     found = serving.explain_problem(posed(), A100, (BACKWARD,), deterministic=True, present=False)
     whole, fused = found.kernels
@@ -152,3 +216,18 @@ def test_other_errors_stay() -> None:
 
     with pytest.raises(CaptureMiss, match="sm80/bwd_ordered"):
         dispatch._backward_plan(choosing.Chooser(posed(), A100, node=NODE), True, make)
+
+
+def test_a_file_of_binaries_has_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch, heads and lengths decide."""
+    turns = chosen(posed())[1]["bwd_fused"]
+    monkeypatch.setattr(ordered, "BUFFERS_REACH", math.inf)
+    buffers = chosen(posed())[1]["bwd_fused"]
+    for one, other in ((turns, buffers), (buffers, turns)):
+        found = ordered.other_form(one)
+        assert found is not None and found.variant is other.variant
+        assert binary_config(found.variant, found.config) == binary_config(other.variant, other.config)
+        asked = precompile._by_shape("bwd_fused", posed(), one, 80)
+        assert other.variant.name in {variant.name for variant, _, _ in asked}
+    free = choosing.choose_backward(choosing.Chooser(posed(), A100, node=NODE), False)[1]["bwd_fused"]
+    assert ordered.other_form(free) is None

@@ -21,6 +21,7 @@ from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Config, Problem, bucket_of
+from fa2tune.spec.roles import FWD_GROUPED
 from fa2tune.spec.score import score_of
 
 H200 = gpus.named("h200")
@@ -100,7 +101,6 @@ def test_which_drawn_calls_take_them() -> None:
         {"tma": False},
         {"wide": True},
         {"dtype": "fp32"},
-        {"score": score_of(20.0)},
         {"mask": Mask("chunked", 64)},
         {"extent": Extent(RAGGED, 2, 2048)},  # long sequences
         {"heads_q": 4096, "heads_kv": 1024},
@@ -112,6 +112,7 @@ def test_calls_that_the_kernel_is_not_asked_for(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(packed_grouped_schedule, margin, -math.inf)
     assert chosen(SHORT) is not None
     assert chosen(replace(SHORT, **other)) is None
+    assert chosen(replace(SHORT, score=score_of(20.0))) is not None
 
 
 def test_they_have_to_be_worth_their_margins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,7 @@ def test_explain_and_precompile() -> None:
     assert "fwd: short sequences or a narrow window, so sm90/fwd_grouped runs instead" in str(found)
     choice = choosing.choose(SHORT, "fwd", H200, True)
     listed = list(precompile._by_shape("fwd", SHORT, choice, 90))
-    tiles = {config["MEMBERS"] for variant, config, _ in listed if variant.name == key_splits.GROUPED_KERNEL}
+    tiles = {config["MEMBERS"] for variant, config, _ in listed if variant.role == FWD_GROUPED}
     assert tiles == {2, 4, 8, 16, 32}
     orders = {config["BLOCK_Q"] for variant, config, _ in listed if variant.short_name == "packed_order"}
     assert {rows // members for rows in fwd_grouped.ROWS for members in tiles} <= orders

@@ -95,7 +95,6 @@ def test_parts_of_what_tiles_visit() -> None:
         {"heads_q": 16, "heads_kv": 16},  # enough tiles
         {"tma": False},
         {"dtype": "fp32"},
-        {"score": score_of(20.0)},
         {"mask": Mask("chunked", 64)},
         {"seqlen_k": 0},
     ],
@@ -104,6 +103,10 @@ def test_parts_of_what_tiles_visit() -> None:
 def test_calls_that_keep_their_tiles(other: dict[str, Any]) -> None:
     assert chosen(LONG) is not None
     assert chosen(replace(LONG, **other)) is None
+
+
+def test_score_terms_are_computed() -> None:
+    assert chosen(replace(LONG, score=score_of(20.0))) is not None
 
 
 def test_of_one_sequence_the_length_is_known() -> None:

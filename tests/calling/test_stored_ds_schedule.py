@@ -25,6 +25,7 @@ from fa2tune.search_spaces.sm90 import bwd_dkdv_ds
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Problem
+from fa2tune.spec.roles import BWD_STORED_DS
 from fa2tune.spec.score import Score
 
 H200 = gpus.named("h200")
@@ -49,7 +50,7 @@ def choices(problem: Problem, deterministic: bool = False) -> Any:
 def whole(problem: Problem, deterministic: bool = False) -> backward_plans.Whole | None:
     chosen = choices(problem, deterministic)
     found, _ = backward_plans.whole(problem, chosen, backward_plans.division(problem, chosen, H200), H200)
-    return found if found is not None and found.kernel == stored_ds.KERNEL else None
+    return found if found is not None and found.role == BWD_STORED_DS else None
 
 
 def best(problem: Problem) -> tuple[float, Any]:

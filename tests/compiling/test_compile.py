@@ -257,7 +257,7 @@ def test_only_hashes_asked_for_are_made(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_file_whose_text_does_not_say_what_it_serves_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     found = registry.Variants()
-    monkeypatch.setitem(found._serves, "portable/fwd", "")
+    monkeypatch.setitem(found.stated, "portable/fwd", registry.Stated())
     with pytest.raises(ValueError, match=r'kernels/portable/fwd\.py: .* has to say as serves="fwd", got \'\''):
         found["portable/fwd"]
 
@@ -276,7 +276,7 @@ def test_a_file_whose_text_does_not_say_what_it_serves_is_an_error(monkeypatch: 
     ],
 )
 def test_what_a_file_serves_is_read_off_the_call_that_makes_its_variant(text: str, served: str) -> None:
-    assert registry.kernel_served(text, "kernels/portable/one.py") == served
+    assert registry.stated(text, "kernels/portable/one.py").serves == served
 
 
 @pytest.mark.parametrize(
@@ -288,11 +288,18 @@ def test_what_a_file_serves_is_read_off_the_call_that_makes_its_variant(text: st
         ('one = Variant(serves="fwd")\nVARIANT = one', "VARIANT has to be a call that names serves itself, got one"),
         ('VARIANT = Variant(serves="fwd")\nVARIANT = Variant(serves="bwd_dq")', "got 'bwd_dq' and 'fwd', a file"),
         ("\nVARIANT = Variant(", "line 2: "),
+        ('VARIANT = Variant(role="combine")', "role: got 'combine', allowed are \"packed_order\", "),
+        ("VARIANT = Variant(role=ROLE)", "role: got ROLE, allowed are "),
+        ("VARIANT = Variant(min_arch=HOPPER)", "min_arch: got HOPPER, allowed are integers, written out"),
+        (
+            "VARIANT = Variant(ordered_form_of=free.name)",
+            "ordered_form_of: got free.name, allowed are paths of kernels",
+        ),
     ],
 )
 def test_a_file_that_does_not_say_plainly_what_it_serves_is_an_error(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=rf"kernels/portable/one\.py: .*{why}"):
-        registry.kernel_served(text, "kernels/portable/one.py")
+        registry.stated(text, "kernels/portable/one.py")
 
 
 def test_a_callback_of_another_signature_is_an_error() -> None:

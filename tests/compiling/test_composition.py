@@ -85,7 +85,7 @@ HOPPER = {
         ("kernels.scores.none", "return ds", "return 2 * ds",
          PORTABLE - {"portable/fwd", "portable/fwd_split"} | FUSED_AMPERE, None),
         ("kernels.scores.none", "    return scores\n\n\n@", "    return 2 * scores\n\n\n@",
-         PORTABLE | {"sm80/fwd", *FUSED_AMPERE}, None),
+         PORTABLE | {"sm80/fwd", "sm90/fwd", "sm90/fwd_split", "sm90/fwd_grouped", *FUSED_AMPERE}, None),
         ("kernels.scores.softcap", "1.0 - tanh", "2.0 - tanh", set(), set()),
         # what a mask's or a score term's file says to the host alone
         ("kernels.masks.causal", 'row_mask="causal"', 'row_mask="full"', set(), set()),
@@ -163,6 +163,8 @@ def test_a_parameter_that_a_callback_does_not_use_does_not_count(edit: Edit) -> 
     [
         ("VARIANT = described(SPACE, serves='fwd')", "VARIANT = described(SPACE)"),
         ("VARIANT: Variant = Variant(kernel, serves='fwd')", "VARIANT: Variant = Variant(kernel)"),
+        ("VARIANT = described(SPACE, role='fwd_combine', ordered_form_of='sm80/one')", "VARIANT = described(SPACE)"),
+        ("VARIANT = Variant(kernel, role='fwd_combine', ordered_form_of='sm80/one')", "VARIANT = Variant(kernel)"),
         ("OTHER = table(serves='fwd')", None),
         ("@triton.jit\ndef one(x, _y):\n    return dot(x, serves=2)", None),
         ("@triton.jit\ndef one(x, serves):\n    return dot(x, serves)", None),

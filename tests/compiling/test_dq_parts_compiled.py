@@ -11,13 +11,12 @@ from hopper_builds import TESTED, Asked, Built, builder, chosen
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
-from fa2tune.launching import dq_parts
 from fa2tune.search_spaces.lib.hopper import part_dims
 from fa2tune.search_spaces.sm90 import bwd_dq_split
 from fa2tune.spec.problem import Specialization
 
 H200 = gpus.named("h200")
-SPLIT, COMBINE = (registry.variant_named(name) for name in (dq_parts.SPLIT_KERNEL, dq_parts.COMBINE_KERNEL))
+SPLIT, COMBINE = (registry.variant_named(name) for name in ("sm90/bwd_dq_split", "portable/bwd_dq_combine"))
 #: Head dims, mask, loops over keys in each group, and the most instructions of one without a mask: those of whole keys, which
 #: docs/experiments/few-queries.md has.
 CASES = [((216, 216), "full", 2, 363), ((192, 128), "causal", 2, 294), ((256, 256), "band", 3, 363)]

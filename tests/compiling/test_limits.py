@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fa2tune import gpus
-from fa2tune.compiling import limits, registry
+from fa2tune.compiling import limits, registry, support
 from fa2tune.compiling.compiler import Binary
 from fa2tune.spec.problem import Specialization
 
@@ -85,16 +85,19 @@ def test_reasons_say_what_is_needed_and_what_there_is() -> None:
     ("kernel", "gpu", "changes", "name"),
     [
         ("sm90/fwd", A100, {}, "architecture"),
-        ("sm90/fwd", H200, {"score": "softcap"}, "score"),
+        ("sm90/bwd_dq", H200, {"score": "softcap"}, "score"),
         ("sm90/fwd", H200, {}, None),
         ("portable/fwd", A100, {"score": "softcap"}, None),
+        ("sm90/bwd_dq_split", A100, {}, "architecture"),
+        ("sm90/bwd_dq_split", H200, {"dtype": "fp32"}, "call"),
+        ("sm90/bwd_dq_split", H200, {}, None),
     ],
 )
 def test_what_no_config_of_a_kernel_computes(kernel: str, gpu: gpus.Gpu, changes: dict[str, str], name: str) -> None:
     """It is refused before any config is looked at, by the same name and sentence as each of them."""
     variant, spec = registry.variant_named(kernel), replace(SPEC, **changes)
-    refusal = limits.unsupported(variant, spec, gpu)
-    assert (refusal and refusal.name) == name
+    refusal = support.unsupported(variant, spec, gpu)
+    assert (refusal and refusal.name) == name and support.supports(variant, spec, gpu) == (name is None)
     config = variant.space.default(spec, max(gpu.arch, variant.min_arch))
     assert limits.before_compile(variant, spec, config, gpu) == refusal
 

@@ -11,13 +11,12 @@ from hopper_builds import TESTED, Asked, Built, builder
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
-from fa2tune.launching import one_key_tile
 from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.search_spaces.sm90 import bwd_one_tile
 from fa2tune.spec.problem import Specialization
 
 H200 = gpus.named("h200")
-KERNEL = registry.variant_named(one_key_tile.KERNEL)
+KERNEL = registry.variant_named("sm90/bwd_one_tile")
 #: Head dims, mask, and the most words that a thread spills.
 CASES = [((64, 64), "full", 0), ((128, 128), "causal", 16), ((256, 256), "full", 32), ((48, 80), "band", 8)]
 every = pytest.mark.parametrize("case", CASES, ids=str)

@@ -166,6 +166,17 @@ FORMS = [
         {**HELD, "BLOCK_M": 32, "BLOCK_N": 64, "SCORE_WARPS": 2, "KEY_WARPS": 2, "QUERY_WARPS": 2},
     ),
     (BACKWARD, 96, "full", 89, {**HELD, "KEYS_APART": True}),
+    (BACKWARD, 64, "causal", 80, {"IN_ORDER": True}),
+    (BACKWARD, 128, "full", 80, {"IN_ORDER": True}),
+    (BACKWARD, 128, "causal", 89, {"IN_ORDER": True}),
+    (
+        BACKWARD,
+        256,
+        "causal",
+        80,
+        {"IN_ORDER": True, "SCORES_APART": True, "KEYS_APART": True, "SCORE_WARPS": 4, "KEY_WARPS": 2},
+    ),
+    (BACKWARD, 64, "band", 80, {"IN_ORDER": True}),
     (ORDERED, 64, "causal", 86, {}),
     (ORDERED, 128, "full", 80, {}),
     (ORDERED, 64, "band", 120, {}),
@@ -212,6 +223,22 @@ def test_a_fixed_order_costs_no_trip_anything() -> None:
     assert its_shared == shared and [loop.products for loop in its] == [loop.products for loop in free]
     for one, other in zip(free, its, strict=True):
         assert other.issue <= 1.1 * one.issue, "more instructions in a trip"
+
+
+@pytest.mark.parametrize(("dim", "mask"), [(64, "causal"), (96, "full"), (128, "full"), (128, "causal"), (256, "full")])
+def test_turns_cost_a_trip_one_fence(dim: int, mask: str) -> None:
+    """No barrier more. Between additions and a fence, and between a fence and additions, all threads meet."""
+    (free, listing), (binary, its) = (
+        built(BACKWARD, spec_of(dim, mask), 80, IN_ORDER=order) for order in (False, True)
+    )
+    assert binary.shared_bytes == free.shared_bytes
+    loops, before = sass.counts(binary.cubin_path), sass.counts(free.cubin_path)
+    assert [loop.products for loop in loops] == [loop.products for loop in before]
+    barriers, fences = (len(re.findall(rf"\b{name}\b", its)) for name in ("BAR", "MEMBAR"))
+    assert fences == len(loops) + 1 and "MEMBAR" not in listing
+    assert barriers <= len(re.findall(r"\bBAR\b", listing)) + 1, "one behind the last block"
+    order = "".join(name[0] for name in re.findall(r"\b(RED|MEMBAR|BAR)\b", its))
+    assert order.count("M") == fences and not re.search("RM|MR", order)
 
 
 def test_no_loop_of_the_forward_at_64_spills() -> None:
@@ -288,12 +315,24 @@ def test_the_race_takes_legal_configs_and_reports_the_best() -> None:
             assert limits.before_compile(variant, spec_of(64, "causal"), config, gpus.named("a10")) is None
     asked = {name for name, _, _ in race._binaries(found[-1])}
     assert asked == {"sm80/bwd_prepare", "sm80/bwd_fused", "sm80/bwd_finish", "portable/fwd"}
-    (both,) = race.cells(("bwd",), (64,), ("causal",), (512,), 0, "a100", 0, in_order=(0, 2))
+    asked_for = [race.in_order(text) for text in ("0", "2", "turns", "turns16")]
+    (both,) = race.cells(("bwd",), (64,), ("causal",), (512,), 0, "a100", 0, in_order=asked_for)
+    assert [dict(config).get("IN_ORDER") for name, _, config in race._binaries(both) if name == "sm80/bwd_fused"] == [
+        False,
+        True,
+    ]
     asked = {name for name, _, _ in race._binaries(both)}
     assert {"sm80/bwd_fused", "sm80/bwd_ordered", "sm80/bwd_ordered_zero", "sm80/bwd_ordered_finish"} <= asked
     problem = Problem("bf16", 1, 32, 32, 16384, 16384, 64, 64, CAUSAL)
     choice = race.ordered_choice(problem, both.configs[0], gpus.named("h200"))
     assert choice.variant is ORDERED and choice.config == {**both.configs[0], "DQ_BUFFERS": 8}
+    for buffers, band in ((race.TURNS, 16), (-32, 32)):
+        choice = race.ordered_choice(problem, both.configs[0], gpus.named("h200"), buffers)
+        assert choice.variant is BACKWARD
+        assert choice.config == {**both.configs[0], "IN_ORDER": True, "HEADS_PER_WAVE": band}
+    (cell,) = race.cells(("bwd",), (128,), ("causal",), (8192,), 0, "a100", 0, rows=True)
+    (row,) = race.shipped(BACKWARD, spec_of(128, "causal"), 8192, gpus.named("a100"))
+    assert cell.configs == [dict(race.point(row))]
     changes = [
         race.parsed('{"BLOCK_N": 32}'),
         race.parsed('64:{"SCHEDULE": "fa2"}'),

@@ -213,6 +213,9 @@ def test_a_score_term_in_forms_of_the_backward(form: tuple[Any, ...], cap: float
 
 
 def in_order(problem: Problem, buffers: int, **changes: Any) -> Choice:
+    """By so many sums a head; 0: by one, in turns."""
+    if buffers == 0:
+        return Choice(BACKWARD, {**config_of(BACKWARD, problem, **changes), "IN_ORDER": True})
     return Choice(ORDERED, {**config_of(BACKWARD, problem, **changes), "DQ_BUFFERS": buffers})
 
 
@@ -247,7 +250,7 @@ def test_in_order_head_dims_and_lengths(dims: tuple[int, int], mask: Mask) -> No
     for lengths in (*LENGTHS, (700, 1100), (1100, 700), (40, 2000)):
         problem = posed(*lengths, dims=dims, mask=mask)
         tiles = -(-lengths[1] // config_of(BACKWARD, problem)["BLOCK_N"])
-        for buffers in sorted({1, min(2, tiles), min(3, tiles), tiles}):
+        for buffers in sorted({0, 1, min(2, tiles), min(3, tiles), tiles}):
             check(BACKWARD, in_order(problem, buffers), problem)  # type: ignore[arg-type]
 
 
@@ -257,14 +260,15 @@ def test_in_order_forms(form: tuple[Any, ...], mask: Mask) -> None:
     changes = changes_of(form)
     for lengths in ((203, 333), (700, 1100)):
         problem = posed(*lengths, mask=mask)
-        check(BACKWARD, in_order(problem, 2, **changes), problem)  # type: ignore[arg-type]
+        for buffers in (0, 2):
+            check(BACKWARD, in_order(problem, buffers, **changes), problem)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("heads", [(8, 1), (6, 3)])
 @pytest.mark.parametrize("wave", [1, 16])
 def test_in_order_grouped_heads(wave: int, heads: tuple[int, int]) -> None:
     problem = posed(203, 700, mask=CAUSAL, heads=heads)
-    for buffers in (2, 3):
+    for buffers in (0, 2, 3):
         check(BACKWARD, in_order(problem, buffers, HEADS_PER_WAVE=wave), problem)  # type: ignore[arg-type]
 
 
@@ -273,8 +277,24 @@ def test_in_order_grouped_heads(wave: int, heads: tuple[int, int]) -> None:
 def test_in_order_calls_have_equal_bits(dim: int, mask: Mask) -> None:
     for lengths, heads in (((2048, 2048), (8, 8)), ((1500, 2222), (8, 2)), ((4096, 4096), (2, 1))):
         problem = posed(*lengths, dims=(dim, dim), mask=mask, heads=heads)
-        for buffers in (1, 3, 8):
+        for buffers in (0, 1, 3, 8):
             same(problem, in_order(problem, buffers))
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask("band", 500, 0)], ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("wave", [1, 16, 64])
+def test_many_tiles_in_turns(dim: int, mask: Mask, wave: int) -> None:
+    """More programs than the GPU runs at once, in many runs, next to kernels of another stream."""
+    problem = replace(posed(2048, 2048, dims=(dim, dim), mask=mask, heads=(16, 8)), batch=4)
+    other, beside = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    with torch.cuda.stream(other):
+        for _ in range(50):
+            beside = (beside @ beside).clamp(-1, 1)
+    first, *others = bits(problem, in_order(problem, 0, HEADS_PER_WAVE=wave), runs=20)
+    for found in others:
+        assert all(torch.equal(one, another) for one, another in zip(first, found, strict=True))
+    torch.cuda.synchronize()
 
 
 def test_in_order_through_the_public_call() -> None:
@@ -284,7 +304,7 @@ def test_in_order_through_the_public_call() -> None:
     strategy, choices = choosing.choose_backward(chooser, True)
     if strategy != FUSED:
         pytest.skip(f"deterministic calls of {gpu.name} are split")
-    assert choices[ordered.KERNEL].variant is ORDERED
+    assert choices[ordered.KERNEL].variant is ORDERED or choices[ordered.KERNEL].config["IN_ORDER"]
     dispatch.reload()
     q, k, v = (torch.randn(2, 16, 1024, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
     first, second = (

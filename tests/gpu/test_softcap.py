@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from added_terms import add_terms
 
 import fa2tune
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
-from fa2tune.spec.score import score_of
+from fa2tune.spec.score import Score, score_of
 
 LENGTHS = ((512, 512), (1000, 1300), (1300, 1000), (77, 2000), (1, 777))
 
@@ -48,6 +49,46 @@ def test_other_dtypes(dtype, softcap):
 def test_a_score_term_by_name(dtype, score):
     for lengths in ((700, 900), (900, 700)):
         compared(dtype, 128, lengths, CAUSAL, score=score)
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, band(128, 0)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_term_of_rows_columns_sequences_and_heads(monkeypatch, head_dim, mask):
+    add_terms(monkeypatch)
+    for lengths in LENGTHS:
+        compared("bf16", head_dim, lengths, mask, score=Score("alibi", 4))
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+def test_packed_sequences_of_such_a_term(monkeypatch, mask):
+    add_terms(monkeypatch)
+    score, lengths = Score("alibi", 4), ((300, 300), (1, 70), (0, 5), (77, 900))
+    queries, keys = (sum(side) for side in zip(*lengths, strict=True))
+    inputs = reference.make_inputs(Problem("bf16", 1, 4, 2, queries, keys, 64, 64, mask), "cuda")
+    starts = [torch.tensor([0, *side]).cumsum(0).int().cuda() for side in zip(*lengths, strict=True)]
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (inputs.q, inputs.k, inputs.v))
+    o, lse = fa2tune.attention_varlen(q, k, v, *starts, mask=mask, return_lse=True, score=score)
+    row, key = 0, 0
+    for number, (rows, seen) in enumerate(lengths):
+        of_rows, of_keys = slice(row, row + rows), slice(key, key + seen)
+        one = reference.Inputs(
+            inputs.q[:, :, of_rows], inputs.k[:, :, of_keys], inputs.v[:, :, of_keys], inputs.do[:, :, of_rows], None
+        )
+        right = reference.oracle_and_reference(one, mask=mask, score=score, gradients=False, sequence=number)
+        found = {"o": o.transpose(0, 1)[None, :, of_rows], "lse": lse[None, :, of_rows]}
+        if rows:
+            verify.compare(found, *right)
+        row, key = of_rows.stop, of_keys.stop
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_hopper_forward_serves(head_dim):
+    q = torch.empty(1, 16, 4096, head_dim, dtype=torch.bfloat16, device="cuda")
+    for cap in (None, 50.0):
+        assert "LOADS" not in fa2tune.explain(q, q, q, causal=True, softcap=cap).kernels[0].config
 
 
 @pytest.mark.parametrize("softmax_scale", [0.0, -0.3, 1.0])

@@ -16,6 +16,7 @@ from fa2tune.launching import passes, stored_ds
 from fa2tune.launching.overlapped import DKDV
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.roles import BWD_STORED_DS
 from fa2tune.spec.score import NONE
 
 pytestmark = pytest.mark.skipif(
@@ -108,7 +109,7 @@ def test_public_calls_are_served_so(deterministic: bool, monkeypatch: pytest.Mon
     choices = choosing.choose_backward(choosing.Chooser(posed.problem, dispatch.gpu_of(0)), deterministic)[1]
     gpu = dispatch.gpu_of(0)
     found, _ = backward_plans.whole(posed.problem, choices, backward_plans.division(posed.problem, choices, gpu), gpu)
-    assert found is not None and found.kernel == stored_ds.KERNEL
+    assert found is not None and found.role == BWD_STORED_DS
     for limit in (stored_ds_schedule.MOST_MEMORY, stored_ds_schedule.MOST_MEMORY / 8):
         monkeypatch.setattr(stored_ds_schedule, "MOST_MEMORY", limit)
         stored_ds_schedule._best.cache_clear()

@@ -23,6 +23,11 @@ from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 WINDOWS = ((128, 0), (0, 200), (65, 300), (None, 64), (700, None), (1000, 0))
 CHUNKS = (1000, 256, 64, 7)
+#: The same as a call has them.
+OPTIONS = {
+    "windows": [{"window": window} for window in WINDOWS],
+    "chunks": [{"mask": Mask("chunked", chunk)} for chunk in CHUNKS],
+}
 LENGTHS = ((512, 512), (1000, 1300), (1300, 1000), (77, 2000))
 
 
@@ -78,40 +83,47 @@ def test_chunks_in_fp32_and_fp16():
 
 
 def forms(head_dim):
-    """Every distinct warp-specialised config that rows of this head dim name."""
+    """Every distinct warp-specialised config that rows of this head dim name, tile order aside."""
     found = {}
     for layer in choosing.layers():
         for row in layer.rows:
             if row.specialized and (row.key.kernel, row.key.head_dim) == ("fwd", head_dim):
-                found[json.dumps(row.config, sort_keys=True)] = row.config
+                config = {**row.config, "HEADS_PER_WAVE": 4}
+                found[json.dumps(config, sort_keys=True)] = config
     return [found[name] for name in sorted(found)]
 
 
+#: Each is a case of its own, so that processes share them: its binaries are no other's.
+FORMS = [(head_dim, number) for head_dim in (64, 128, 256) for number in range(len(forms(head_dim)) if HOPPER else 1)]
+
+
+def test_rows_name_several_forms():
+    assert [len(forms(head_dim)) >= 4 for head_dim in (64, 128, 256)] == [True, True, True]
+
+
 @pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_every_form_of_the_hopper_forward(head_dim):
-    gpu, tried = dispatch.gpu_of(0), 0
-    for config in forms(head_dim):
-        for options in (*({"window": w} for w in WINDOWS), *({"mask": Mask("chunked", chunk)} for chunk in CHUNKS)):
-            for seqlen_q, seqlen_k in LENGTHS:
-                asked = problem("bf16", seqlen_q, seqlen_k, head_dim)
+@pytest.mark.parametrize("masks", OPTIONS)
+@pytest.mark.parametrize(("head_dim", "number"), FORMS)
+def test_every_form_of_the_hopper_forward(head_dim, number, masks):
+    gpu, config, tried = dispatch.gpu_of(0), forms(head_dim)[number], 0
 
-                def forward(inputs, options, config=config):
-                    mask = asked_for(**options)
-                    described = passes.describe(inputs.q, inputs.k, inputs.v, mask, head_dim**-0.5)
-                    if limits.before_compile(variant_of("fwd", config), described.specialization, config, gpu):
-                        return {}
-                    with torch.no_grad():
-                        o, lse = passes.forward(
-                            inputs.q, inputs.k, inputs.v, mask=mask, softmax_scale=head_dim**-0.5,
-                            config={**config, "HEADS_PER_WAVE": 4},
-                        )  # fmt: skip
-                    nonlocal tried
-                    tried += 1
-                    return {"o": o, "lse": passes.lse_of(lse)}
+    def forward(inputs, options):
+        mask = asked_for(**options)
+        described = passes.describe(inputs.q, inputs.k, inputs.v, mask, head_dim**-0.5)
+        if limits.before_compile(variant_of("fwd", config), described.specialization, config, gpu):
+            return {}
+        with torch.no_grad():
+            o, lse = passes.forward(
+                inputs.q, inputs.k, inputs.v, mask=mask, softmax_scale=head_dim**-0.5, config=config
+            )  # fmt: skip
+        nonlocal tried
+        tried += 1
+        return {"o": o, "lse": passes.lse_of(lse)}
 
-                compared(asked, forward, options, gradients=False)
-    assert tried > 20
+    for options in OPTIONS[masks]:
+        for lengths in LENGTHS:
+            compared(problem("bf16", *lengths, head_dim), forward, options, gradients=False)
+    assert tried
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")

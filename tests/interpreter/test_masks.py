@@ -13,7 +13,7 @@ from test_kernels import check_options, problem
 import fa2tune
 from fa2tune import gpus
 from fa2tune.calling import explanation, serving
-from fa2tune.compiling import limits
+from fa2tune.compiling import support
 from fa2tune.compiling.registry import portable_of
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
@@ -183,7 +183,7 @@ def test_a_wrong_mask_is_named(options, error, said):
 
 
 def test_rows_of_the_causal_mask_serve_chunks(monkeypatch):
-    monkeypatch.setattr(limits, "interpreted", lambda: False)  # what an H200 would take
+    monkeypatch.setattr(support, "interpreted", lambda: False)  # what an H200 would take
     asked = replace(problem("bf16", 4096, 4096, 128, heads=(16, 16), batch=4), mask=Mask("chunked", 1000))
     found = serving.explain_problem(asked, gpus.named("h200"), present=False)
     assert found.status == explanation.NEAR and "tuned without the mask chunked" in found.verdict

@@ -12,7 +12,7 @@ from test_kernels import problem, run
 import fa2tune
 from fa2tune import gpus
 from fa2tune.calling import choosing, explanation, serving
-from fa2tune.compiling import limits
+from fa2tune.compiling import support
 from fa2tune.compiling.registry import portable_of, refused_score, variants
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
@@ -119,14 +119,15 @@ def test_a_wrong_cap_is_named(softcap, error):
 
 
 def test_kernels_without_the_hooks_leave_it_to_the_portable_ones(monkeypatch):
-    monkeypatch.setattr(limits, "interpreted", lambda: False)  # what an H200 would take
+    monkeypatch.setattr(support, "interpreted", lambda: False)  # what an H200 would take
     h200 = gpus.named("h200")
     asked = replace(problem("bf16", 4096, 4096, 128, heads=(16, 16), batch=4), mask=CAUSAL, score=score_of(50.0))
-    for kernel in ("fwd", "bwd_dq", "bwd_dkdv", "bwd_fused"):
+    assert "LOADS" not in choosing.choose(asked, "fwd", h200).config
+    for kernel in ("bwd_dq", "bwd_dkdv", "bwd_fused"):
         assert "LOADS" in choosing.choose(asked, kernel, h200).config
         assert "LOADS" not in choosing.choose(replace(asked, score=NONE), kernel, h200).config
     refused = {name for name, one in variants().items() if refused_score(one, asked.specialization)}
-    assert refused == {"sm90/fwd", "sm90/bwd_dq", "sm90/bwd_dkdv", "sm90/bwd_fused"}
+    assert refused == {"sm90/bwd_dq", "sm90/bwd_dkdv", "sm90/bwd_fused"}
     found = serving.explain_problem(asked, h200, present=False)
     assert found.status == explanation.NEAR and "tuned without a soft cap" in found.verdict
     assert found.as_dict()["problem"]["score"] == "softcap 50" == str(Score("softcap", 50.0))

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fa2tune
 from fa2tune.calling import choosing, dispatch
 from fa2tune.calling.defaults import default_config
-from fa2tune.compiling import limits
+from fa2tune.compiling import limits, support
 from fa2tune.compiling.registry import portable_of, variant_named, variant_of, variants_of
 from fa2tune.gpus import named
 from fa2tune.launching import passes
@@ -210,7 +210,7 @@ def test_wrong_arguments_are_named():
 
 
 def test_which_kernels_serve_it(monkeypatch):
-    monkeypatch.setattr(limits, "interpreted", lambda: False)  # which has none of Gluon's kernels
+    monkeypatch.setattr(support, "interpreted", lambda: False)  # which has none of Gluon's kernels
     spec, gpu = Specialization("bf16", 128, 128, "causal", extent=RAGGED), named("h200")
     serve = {"sm90/fwd", "sm90/bwd_fused", "sm90/bwd_dq", "sm90/bwd_dkdv"}
     for kernel in ("fwd", "bwd_dq", "bwd_dkdv", "bwd_fused"):

@@ -94,10 +94,10 @@ def wanted(call: Call, given: dict[str, torch.Tensor], dlse: torch.Tensor | None
     q, k, v, do = (given[name].double() for name in ("q", "k", "v", "do"))
     found = {"o": torch.zeros_like(do), "lse": torch.full(q.shape[:3], -torch.inf, dtype=torch.float64)}
     found |= {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
-    for b, queries, keys in call.places():
+    for number, (b, queries, keys) in enumerate(call.places()):
         leaves = [t[b : b + 1, :, rows].clone().requires_grad_() for t, rows in ((q, queries), (k, keys), (v, keys))]
         options = {"mask": call.mask, "softmax_scale": call.softmax_scale, "score": call.score}
-        o, lse = reference.attention(*leaves, **options)  # type: ignore[arg-type]
+        o, lse = reference.attention(*leaves, **options, sequence=number)  # type: ignore[arg-type]
         found["o"][b, :, queries], found["lse"][b, :, queries] = o[0].detach(), lse[0].detach()
         loss = (o * do[b : b + 1, :, queries]).sum()
         if dlse is not None:
@@ -275,6 +275,19 @@ def test_packed_forward_of_few_tiles(gpu: PythonGpu, dims: tuple[int, int], mask
     few = packed_schedule.for_few_tiles(Specialization("fp16", *dims, mask.name), 90)
     if few is not None:
         check_forward(gpu, Call(PACKING, (2, 1), dims, mask, packed=True), {**few, "HEADS_PER_WAVE": heads})
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    ("dims", "settings"),
+    [((112, 112), {}), ((104, 40), {"Q_STAGES": 1}), ((168, 168), {"Q_IN_REGISTERS": True}), ((224, 224), {}), ((240, 80), {}),
+     ((208, 256), {})],
+    ids=str,
+)  # fmt: skip
+def test_columns_that_no_head_dim_fills(
+    gpu: PythonGpu, dims: tuple[int, int], settings: dict[str, Any], packed: bool
+) -> None:
+    check_forward(gpu, Call(PACKING if packed else ((150, 150),), (2, 1), dims, CAUSAL, packed=packed), settings)
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)

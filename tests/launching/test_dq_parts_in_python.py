@@ -41,7 +41,7 @@ def backward(
         gradients |= {"dk": unset(k, call.dims[0]), "dv": unset(v, call.dims[1])}
     tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, **gradients}
     tensors |= {} if dlse is None else {"dlse": dlse}
-    problem = passes.describe(q, k, v, call.mask, SCALE, o=o, do=do)
+    problem = passes.describe(q, k, v, call.mask, SCALE, call.score, o=o, do=do)
     chosen = {}
     for kernel in kernels:
         variant = variant_named(f"sm90/{kernel}")
@@ -123,15 +123,15 @@ def test_a_fault_is_found(gpu: PythonGpu, monkeypatch: pytest.MonkeyPatch, name:
 def test_what_cannot_be_split_is_refused() -> None:
     asked = Problem("bf16", 1, 2, 2, 70, 500, 144, 144, FULL)
     tuned, portable = variant_named("sm90/bwd_dq"), variant_named("portable/bwd_dq")
-    assert dq_parts.checked(asked, tuned, 3) == 3 and dq_parts.checked(asked, portable, 1) == 1
+    assert dq_parts.checked(asked, tuned, 3, 90) == 3 and dq_parts.checked(asked, portable, 1, 90) == 1
     packed = Problem("bf16", 1, 2, 2, 70, 500, 144, 144, FULL, extent=Extent(RAGGED, 2))
     for problem, variant, most in ((asked, tuned, bwd_dq_split.MOST_SPLITS), (asked, portable, 1), (packed, tuned, 1)):
         with pytest.raises(ValueError, match=f"parts: got {most + 1} for bwd_dq, allowed are 1 to {most}$"):
-            dq_parts.checked(problem, variant, most + 1)
+            dq_parts.checked(problem, variant, most + 1, 90)
 
 
 def test_one_part_does_not_import_the_kernel_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dq_parts, "computes", lambda *_: pytest.fail("imported"))
+    monkeypatch.setattr(dq_parts, "companion_path", lambda *_: pytest.fail("asked"))
     asked = Problem("bf16", 1, 1, 1, 64, 64, 256, 256, FULL)
-    assert dq_parts.checked(asked, variant_named("sm90/bwd_dq"), 1) == 1
-    assert not dq_parts.can(asked, variant_named("portable/bwd_dq"))
+    assert dq_parts.checked(asked, variant_named("sm90/bwd_dq"), 1, 90) == 1
+    assert not dq_parts.can(asked, variant_named("portable/bwd_dq"), 90)

@@ -67,7 +67,7 @@ class GroupedGpu(PythonGpu):
         """(o, lse); ``settings``: of a config, BLOCK_M, BLOCK_N and MEMBERS among them."""
         q, k, v = (within_nan(given[name], order) for name in "qkv")
         extent = Extent(RAGGED, len(call.lengths)) if call.packed else WHOLE
-        problem = passes.describe(q, k, v, call.mask, scale, extent=extent)
+        problem = passes.describe(q, k, v, call.mask, scale, call.score, extent)
         tile = settings["BLOCK_M"], settings["BLOCK_N"]
         config = {**fwd_grouped.config_of(problem.specialization, *tile, settings["MEMBERS"]), **settings}
         assert all(config[name] in values for name, values in fwd_grouped.SPACE.dimensions.items())

@@ -54,10 +54,10 @@ class SplitGpu(PythonGpu):
         that are against the rules."""
         q, k, v = (given[name] for name in "qkv")
         extent = Extent(RAGGED, len(call.lengths)) if call.packed else WHOLE
-        problem = passes.describe(q, k, v, call.mask, scale, extent=extent)
+        problem = passes.describe(q, k, v, call.mask, scale, call.score, extent)
         config = fwd_split.config_of(problem.specialization, settings["BLOCK_M"], settings["SPLITS"]) | settings
         assert all(config[name] in values for name, values in fwd_split.SPACE.dimensions.items())
-        assert config["BLOCK_M"] in key_splits.hopper_tiles(problem, 90)
+        assert config["BLOCK_M"] in key_splits.split_tiles(problem, 90)
         tensors = {"q": q, "k": k, "v": v, "o": unset(q, call.dims[1]), "lse": torch.full(q.shape[:3], torch.nan)}
         tensors |= {
             name: one if wrong is None else torch.tensor(wrong, dtype=torch.int32)
@@ -169,8 +169,8 @@ def test_a_fault_of_packed_parts_is_found(gpu: SplitGpu, monkeypatch: pytest.Mon
     known = kernels_in_python._NAMES
     changed = {
         "part_of_blocks": lambda below, blocks, part, parts: (below, blocks, blocks > 0),
-        "packed_place": lambda head, start, end_q, rows, call, parts: key_parts.Place(
-            0, start, 0, head // parts // call.group, head // parts % call.group, head % parts
+        "packed_place": lambda head, start, end_q, rows, sequence, call, parts: key_parts.Place(
+            0, start, 0, head // parts // call.group, head // parts % call.group, head % parts, sequence
         ),
     }
     monkeypatch.setattr(kernels_in_python, "_NAMES", {**known, fault: changed[fault]})

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from added_terms import add_terms
 from gpu_in_python import PythonGpu
 from test_computed_in_python import PACKING, Call, check_backward, check_forward
 
@@ -19,12 +20,20 @@ from fa2tune.spec.problem import Problem
 from fa2tune.spec.score import Score
 
 CAP = Score("softcap", 0.6)  # scores of these inputs reach it
+#: A term of rows, columns, sequences and heads.
+ALIBI = Score("alibi", 3)
+PLACED = [
+    Call(((70, 90),), (2, 1), (64, 64), CAUSAL, batch=2, score=ALIBI),
+    Call(((90, 70),), (3, 1), (64, 64), FULL, score=ALIBI, softmax_scale=-0.2),
+    Call(PACKING[2:], (2, 1), (64, 64), band(40, 10), packed=True, score=ALIBI),
+]
 CALLS = [
     Call(((70, 90),), (2, 1), (64, 64), CAUSAL, score=CAP),
     Call(((90, 70),), (1, 1), (96, 96), FULL, batch=2, score=CAP, softmax_scale=-0.2),
     Call(((90, 130),), (2, 2), (64, 128), band(40, 10), score=Score("softcap", 30.0)),
     Call(((80, 80),), (1, 1), (128, 128), Mask("chunked", 48), score=CAP),
     Call(PACKING[2:], (2, 1), (64, 64), CAUSAL, packed=True, score=CAP),
+    *PLACED,
 ]
 calls = pytest.mark.parametrize("call", CALLS, ids=str)
 TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2}
@@ -34,6 +43,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "shared": {**TILES, "P_THROUGH": "shared", "EARLY": False}, "early": {**TILES, "P_THROUGH": "shared", "EARLY": True},
     "held": {**TILES, "P_THROUGH": "shared", "BLOCK_M": 32, "V_IN_REGISTERS": True},
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_terms(monkeypatch)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from gpu_in_python import PythonGpu
 from test_computed_in_python import SCALE, Call, compare, gradient_of_lse, inputs, unset, wanted
 from test_grouped_in_python import within_nan
 
-from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import launch, passes, stored_ds
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import Config, Problem
@@ -46,9 +45,9 @@ class StoredGpu(PythonGpu):
         gradients = {"dq": unset(q, call.dims[0]), "dk": unset(k, call.dims[0]), "dv": unset(v, call.dims[1])}
         tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, **gradients}
         tensors |= {} if dlse is None else {"dlse": dlse}
-        problem = passes.describe(q, k, v, call.mask, SCALE, o=o, do=do)
+        problem = passes.describe(q, k, v, call.mask, SCALE, call.score, o=o, do=do)
         assert stored_ds.able(problem, 90)
-        kernel = variant_named(stored_ds.KERNEL)
+        kernel = stored_ds.kernel(problem, 90)
         config = {**kernel.space.default(problem.specialization, 90), **changes}
         assert kernel.space.broken(config, problem.specialization, 90) is None
         assert all(config[name] in values for name, values in kernel.space.dimensions.items())

@@ -496,7 +496,8 @@ def test_every_rule_has_its_reason_and_stage() -> None:
     assert facts.stage("spills") == facts.BY_LIMITS and facts.rule_in_words("spills", "fwd")
     assert facts.stage("timeout") == facts.BY_FAILURE and not facts.rule_in_words("timeout", "fwd")
     assert facts.stage(PRUNED) == facts.BY_ARITHMETIC and facts.rule_in_words(PRUNED, "fwd")
-    source = (ROOT / "fa2tune" / "compiling" / "limits.py").read_text()
+    source = "".join((ROOT / "fa2tune" / "compiling" / name).read_text() for name in ("limits.py", "support.py"))
+    assert source.count("Refusal(") >= 12
     for reason in re.findall(r'Refusal\(\s*"(\w+)"', source):
         assert facts.stage(reason) != facts.BY_FAILURE and facts.rule_in_words(reason, "fwd"), reason
 

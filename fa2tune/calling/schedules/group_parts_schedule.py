@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from fa2tune.calling.schedules import fused_schedule, packed_lengths
+from fa2tune.calling.schedules import ampere_turns, fused_schedule, packed_lengths
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
 from fa2tune.compiling.registry import in_any_order
 from fa2tune.gpus import Gpu
@@ -104,6 +104,15 @@ def predicted_us(
     return time + (2 if copied else 1) * LAUNCH_US + moved / (gpu.hbm_gbs * 1e3 * COPY_RATE)
 
 
+def in_turns(problem: Problem, config: Config, gpu: Gpu, parts: int) -> tuple[int, float]:
+    """Of the fused backward by mma.sync with dQ in turns: heads of a band, and its share of the speed without
+    (``ampere_turns``)."""
+    ours = group_parts.split(problem, parts)
+    programs = ampere_turns.programs_at_once(config, problem.specialization, gpu) * gpu.sm_count
+    rows = rows_of_tiles(ours.seqlen_q, ours.seqlen_k, config["BLOCK_N"], ours.mask)
+    return ampere_turns.band_of(rows, ours.batch * ours.heads_kv, ours.group, config["BLOCK_M"], programs)
+
+
 def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) -> int:
     """Into how many parts this kernel's query groups are best split; 1: they are not."""
     if problem.is_empty or problem.group == 1 or kernel not in group_parts.MAKE_DK_DV:
@@ -117,7 +126,8 @@ def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) ->
     def time(parts: int, exact: bool = True) -> float:
         if by_form:
             return fused_schedule.predicted_us(problem, choice.config, gpu, parts, exact)
-        return predicted_us(problem, kernel, choice, gpu, parts, exact)
+        expected = predicted_us(problem, kernel, choice, gpu, parts, exact)
+        return expected / in_turns(problem, choice.config, gpu, parts)[1] if choice.config.get("IN_ORDER") else expected
 
     # of most numbers a bound says that they are not the best: tiles are given out one by one for few
     bounds = {parts: time(parts, False) for parts in group_parts.allowed(problem)}

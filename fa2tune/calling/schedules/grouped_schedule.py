@@ -13,12 +13,13 @@ from functools import lru_cache
 
 from fa2tune.calling.schedules import few_tiles, key_splits_schedule, tile_order, window_schedule
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import grouped_tiles, is_grouped, kernels, splitting
+from fa2tune.launching.key_splits import grouped_tiles, is_grouped, kernels, space_of, splitting
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.search_spaces.sm90.fwd import in_parts
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem
+from fa2tune.spec.roles import FWD_GROUPED
 from fa2tune.spec.variant import Variant
 
 #: Microseconds of a launch, and of a block of 64 keys and 64 rows at 256 columns of K and V, by the rows of a tile: of two
@@ -92,10 +93,18 @@ def memory_us(problem: Problem, gpu: Gpu) -> float:
 
 def candidates(problem: Problem, arch: int) -> Iterator[Config]:
     """Tiles of SIZES, of as many heads as there are or fewer."""
-    for rows, keys in (size for size in grouped_tiles(problem, arch) if size in SIZES):
+    for size in (one for one in grouped_tiles(problem, arch) if one in SIZES):
         for members in fwd_grouped.MEMBERS:
             if members <= MOST_MEMBERS and members < 2 * problem.group:
-                yield fwd_grouped.config_of(problem.specialization, rows, keys, members)
+                yield tiles_of(problem, arch, size, members)
+
+
+def tiles_of(problem: Problem, arch: int, size: tuple[int, int], members: int) -> Config:
+    """``size``: one of ``key_splits.grouped_tiles``."""
+    space = space_of(problem, arch, FWD_GROUPED)
+    assert space is not None  # which has such tiles
+    found: Config = space.config_of(problem.specialization, *size, members)
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -113,9 +122,8 @@ def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
 @lru_cache(maxsize=1024)
 def _ungrouped_us(problem: Problem, gpu: Gpu) -> float:
     """The same of tiles of one head."""
-    spec = problem.specialization
     sizes = grouped_tiles(problem, gpu.arch)
-    return min(grouped_us(problem, fwd_grouped.config_of(spec, *size, 1), gpu) for size in sizes)
+    return min(grouped_us(problem, tiles_of(problem, gpu.arch, size, 1), gpu) for size in sizes)
 
 
 def _columns(problem: Problem) -> int:

@@ -17,8 +17,9 @@ from functools import lru_cache, partial
 from fa2tune.calling.schedules import few_tiles, forward_schedule, tile_order
 from fa2tune.calling.schedules.few_tiles import FULL_TILE
 from fa2tune.compiling.registry import variant_of
+from fa2tune.compiling.support import companion_space
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import hopper_tiles, splitting
+from fa2tune.launching.key_splits import role_of, space_of, splitting
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.lib.hopper import columns as hopper_columns
 from fa2tune.search_spaces.portable import fwd_split
@@ -27,7 +28,8 @@ from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
-from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
+from fa2tune.spec.roles import FWD_SPLIT, FWD_SPLIT_GROUPED
+from fa2tune.spec.variant import WARP_SPECIALIZED
 
 #: Share of the bandwidth of memory that all multiprocessors together reach, L2 included.
 MEMORY_RATE = 1.0
@@ -193,14 +195,16 @@ def combine_us(problem: Problem, splits: int, pace: Pace, gpu: Gpu) -> float:
 
 
 def _is_hopper(config: Config) -> bool:
-    return implementation_of(config) == WARP_SPECIALIZED
+    return role_of(config) == FWD_SPLIT
 
 
 @lru_cache(maxsize=1024)
 def _held(spec: Specialization, rows: int, gpu: Gpu) -> int:
     """Programs of so many rows a tile that a multiprocessor holds at once; the system takes 1 KiB of shared memory for each."""
-    config = fwd_split.config_of(spec, gpu.arch, spec.aligned, rows, 1)
-    return max(1, min(PORTABLE_PACES[rows].held, gpu.shared_per_sm // (fwd_split.shared_bytes(spec, config) + 1024)))
+    space = companion_space(FWD_SPLIT_GROUPED, spec, gpu.arch)
+    assert space is not None  # of whose configs one is estimated
+    config = space.config_of(spec, gpu.arch, spec.aligned, rows, 1)
+    return max(1, min(PORTABLE_PACES[rows].held, gpu.shared_per_sm // (space.shared_bytes(spec, config) + 1024)))
 
 
 @lru_cache(maxsize=1024)
@@ -213,16 +217,20 @@ def candidates(problem: Problem, arch: int) -> Iterator[Config]:
     """Configs of the portable kernel that are worth an estimate: no tile of twice the rows that there are, and the least one
     up to LEAST_TILE_ROWS."""
     spec, all_rows = problem.specialization, problem.seqlen_q * problem.group
-    for rows in fwd_split.tiles(spec, arch):
+    if (space := space_of(problem, arch, FWD_SPLIT_GROUPED)) is None:
+        return
+    for rows in space.tiles(spec, arch):
         if all_rows <= LEAST_TILE_ROWS if rows == fwd_split.ROWS[0] else rows < 2 * all_rows:
-            yield from _splits(problem, rows, 1, partial(fwd_split.config_of, spec, arch, problem.tma, rows))
+            yield from _splits(problem, rows, 1, partial(space.config_of, spec, arch, problem.tma, rows))
 
 
 def hopper_candidates(problem: Problem, arch: int) -> Iterator[Config]:
     """The same of the warp-specialised one."""
     spec = problem.specialization
-    for rows in hopper_tiles(problem, arch):
-        yield from _splits(problem, rows * problem.group, 2, partial(hopper_split.config_of, spec, rows))
+    if (space := space_of(problem, arch, FWD_SPLIT)) is None:
+        return
+    for rows in space.tiles(spec, arch):
+        yield from _splits(problem, rows * problem.group, 2, partial(space.config_of, spec, rows))
 
 
 def _splits(problem: Problem, rows: int, fewest: int, config: Callable[[int], Config]) -> Iterator[Config]:

@@ -94,14 +94,14 @@ def one_tile_us(problem: Problem, config: Config, gpu: Gpu) -> float:
 
 def candidates(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     """In one part, also with programs that take turns, and in as many as TURNS asks for."""
-    spec = problem.specialization
+    spec, space = problem.specialization, one_key_tile.space_of(problem, gpu.arch)
     blocks, heads = bwd_one_tile.blocks(problem), problem.batch * problem.heads_kv
-    for halves in bwd_one_tile.halves_of(spec):
+    for halves in space.halves_of(spec):
         counts = {int(turns * gpu.sm_count) // (heads * halves) for turns in TURNS}
         for parts in sorted({1} | {min(count, blocks, bwd_one_tile.MOST_PARTS) for count in counts if count}):
-            yield bwd_one_tile.config_of(spec, parts, halves)
-    if bwd_one_tile.can_take_turns(spec) and heads > gpu.sm_count:
-        yield bwd_one_tile.config_of(spec, 1, turns=True)
+            yield space.config_of(spec, parts, halves)
+    if space.can_take_turns(spec) and heads > gpu.sm_count:
+        yield space.config_of(spec, 1, turns=True)
 
 
 @lru_cache(maxsize=1024)
@@ -150,19 +150,17 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
         return []
     if problem.extent.ragged or not one_key_tile.able(problem, arch):
         return []
-    spec = problem.specialization
-    configs = [
-        bwd_one_tile.config_of(spec, parts, halves) for halves in bwd_one_tile.halves_of(spec) for parts in (1, 2)
-    ]
-    if bwd_one_tile.can_take_turns(spec):
-        configs.append(bwd_one_tile.config_of(spec, 1, turns=True))
+    spec, space = problem.specialization, one_key_tile.space_of(problem, arch)
+    configs = [space.config_of(spec, parts, halves) for halves in space.halves_of(spec) for parts in (1, 2)]
+    if space.can_take_turns(spec):
+        configs.append(space.config_of(spec, 1, turns=True))
     return [one for config in configs for one in one_key_tile.kernels(problem, config, arch)]
 
 
-def about(config: Config) -> str:
+def about(problem: Problem, config: Config, arch: int) -> str:
     """In one sentence, what runs in place of a backward's kernels."""
-    parts = config["PARTS"]
-    said = f"bwd: few keys, so {one_key_tile.KERNEL} makes dQ, dK and dV, which is expected to be faster and has no row"
+    parts, name = config["PARTS"], one_key_tile.kernels(problem, config, arch)[0][0].short_name
+    said = f"bwd: few keys, so {name} makes dQ, dK and dV, which is expected to be faster and has no row"
     return (
         f"{said}." if parts == 1 else f"{said}: queries are split into {parts} parts, whose dK and dV are summed after."
     )

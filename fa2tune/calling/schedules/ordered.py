@@ -1,7 +1,8 @@
-"""The fused backward by mma.sync with dQ summed in a fixed order, for deterministic calls: whether it serves, and of how many
-programs a key head has. Arithmetic on the host.
+"""The fused backward by mma.sync with dQ summed in a fixed order, for deterministic calls: whether it serves, and in which
+form. Arithmetic on the host.
 
-A head has DQ_BUFFERS programs, each with float32 sums of dQ of its own, and tiles of keys that it walks one after the other
+Key tiles add to one sum in turns (``ampere_turns``). Where most would wait, with few key heads, a head has
+DQ_BUFFERS programs, each with float32 sums of dQ of its own, and tiles of keys that it walks one after the other
 (kernels/sm80/bwd_ordered.py). More programs fill more multiprocessors; each costs memory for its sums, which are zeroed before
 and added up after. The other kernel has a program for each tile, and one sum.
 """
@@ -12,20 +13,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from fa2tune.calling.schedules import group_parts_schedule
-from fa2tune.compiling import limits, registry
+from fa2tune.calling.schedules import ampere_turns, group_parts_schedule
+from fa2tune.compiling import registry
 from fa2tune.compiling.choice import Choice
-from fa2tune.compiling.compiler import Binary
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.search_spaces.sm80 import bwd_fused
-from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, padded_head_dim
 
 KERNEL = "bwd_fused"
 #: Share of the GPU's memory that the sums may take.
 MOST_MEMORY = 1 / 32
-#: Registers of a thread where a config has no cap.
-REGISTERS = 255
 #: Share of the peak rate that the kernel reaches. Rough: it is only to say what a byte costs in query rows.
 RATE = 0.5
 #: Of times this near to the least the one of the fewest buffers is taken.
@@ -33,15 +31,9 @@ AS_NEAR = 0.05
 #: Where tiles are expected to be walked at less than this share of the speed that they have as programs of their own, with
 #: one sum that stays in L2, the split kernels serve (docs/experiments/ported.md: they have half of it or less).
 LEAST_SPEED = 0.5
-
-
-def programs_at_once(config: Config, spec: Specialization, gpu: Gpu) -> int:
-    """Programs that a multiprocessor holds at once, if threads have as many registers as they may."""
-    binary = Binary(
-        KERNEL, spec, config, gpu.arch, bwd_fused.shared_bytes(config, spec), config["num_warps"],
-        config["maxnreg"] or REGISTERS, 0, "",
-    )  # fmt: skip
-    return max(1, limits.blocks_per_sm(binary, gpu))
+#: Share of their expected speed that programs with sums of their own reached on an H200: 0.64 to 0.98, with as many
+#: multiprocessors as they were meant for (benchmarks/calls/sm80_calls_shipped.json, docs/experiments/mma-sync.md).
+BUFFERS_REACH = 0.85
 
 
 def longest(costs: Sequence[float], programs: int) -> float:
@@ -93,18 +85,43 @@ def _buffers(problem: Problem, keys: int, programs: int, gpu: Gpu) -> tuple[int,
 
 def buffers_of(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, float]:
     """(DQ_BUFFERS, by the least expected time, the share of the speed that tiles would have as programs of their own)."""
-    programs = programs_at_once(config, problem.specialization, gpu) * gpu.sm_count
+    programs = ampere_turns.programs_at_once(config, problem.specialization, gpu) * gpu.sm_count
     return _buffers(problem, config["BLOCK_N"], programs, gpu)
+
+
+def in_turns(problem: Problem, config: Config, gpu: Gpu) -> tuple[Config, float]:
+    """(a row's config with key tiles that add to dQ in turns, the share of its speed in any order that is expected)."""
+    asked = {**config, "IN_ORDER": True}
+    choice = Choice(registry.variant_of(KERNEL, config), asked)
+    parts = group_parts_schedule.parts_of(problem, KERNEL, choice, gpu)
+    band, speed = group_parts_schedule.in_turns(problem, asked, gpu, parts)
+    return {**asked, "HEADS_PER_WAVE": band}, speed
+
+
+def other_form(choice: Choice) -> Choice | None:
+    """Of one of both forms the other, which serves calls of another batch, heads and lengths; None: it is neither."""
+    free = registry.in_any_order(choice.variant)
+    if choice.variant is not free:
+        config = {name: value for name, value in choice.config.items() if name in free.space.dimensions}
+        return replace(choice, variant=free, config={**config, "IN_ORDER": True})
+    form = registry.ordered_form(free)
+    if form is None or not choice.config.get("IN_ORDER"):
+        return None
+    config = {**choice.config, "IN_ORDER": False, "DQ_BUFFERS": 2}
+    return replace(choice, variant=form, config=config)
 
 
 def instead_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
     """What serves a deterministic call in place of ``free``, the choice of the fused kernel that serves others; None: that has
     no such form, or the split kernels are expected to be faster."""
-    name = registry.IN_ORDER.get(free.variant.name)
-    if name is None or problem.is_empty or problem.extent.ragged:
+    form = None if problem.is_empty or problem.extent.ragged else registry.ordered_form(free.variant)
+    if form is None:
         return None
+    config, speed = in_turns(problem, free.config, gpu)
     parts = group_parts_schedule.parts_of(problem, KERNEL, free, gpu)
-    buffers, speed = buffers_of(group_parts.split(problem, parts), free.config, gpu)
-    if speed < LEAST_SPEED:
+    buffers, by_buffers = buffers_of(group_parts.split(problem, parts), free.config, gpu)
+    if speed >= BUFFERS_REACH * by_buffers:
+        return replace(free.of_row, config=config) if speed >= LEAST_SPEED else None
+    if by_buffers < LEAST_SPEED:
         return None
-    return replace(free, variant=registry.variant_named(name), config={**free.config, "DQ_BUFFERS": buffers})
+    return replace(free, variant=form, config={**free.config, "DQ_BUFFERS": buffers})

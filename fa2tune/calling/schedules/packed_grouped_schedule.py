@@ -66,7 +66,8 @@ def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
 def _ungrouped_us(problem: Problem, gpu: Gpu) -> float:
     """The same of tiles of one head."""
     sizes = (size for size in grouped_tiles(problem, gpu.arch) if size in grouped_schedule.SIZES)
-    return min(grouped_us(problem, fwd_grouped.config_of(problem.specialization, *size, 1), gpu) for size in sizes)
+    alone = (grouped_schedule.tiles_of(problem, gpu.arch, size, 1) for size in sizes)
+    return min(grouped_us(problem, config, gpu) for config in alone)
 
 
 def asked(problem: Problem, gpu: Gpu) -> bool:

@@ -24,10 +24,11 @@ from fa2tune.calling.schedules import (
 from fa2tune.calling.schedules.few_tiles import FULL_TILE
 from fa2tune.calling.schedules.packed_lengths import LengthKinds
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import hopper_tiles, kernels
+from fa2tune.launching.key_splits import kernels, space_of
 from fa2tune.rows.row import Row
-from fa2tune.search_spaces.sm90 import fwd, fwd_split
+from fa2tune.search_spaces.sm90 import fwd
 from fa2tune.spec.problem import BUCKETS, Config, Problem
+from fa2tune.spec.roles import FWD_SPLIT
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
 #: Parts. More were no faster by the estimate in any recorded call, and all of them are written and read.
@@ -53,9 +54,12 @@ def longest(problem: Problem) -> tuple[int, int] | None:
 
 
 def candidates(problem: Problem, arch: int) -> Iterator[Config]:
-    for rows in hopper_tiles(problem, arch):
+    spec = problem.specialization
+    if (space := space_of(problem, arch, FWD_SPLIT)) is None:
+        return
+    for rows in space.tiles(spec, arch):
         for parts in PARTS:
-            yield fwd_split.config_of(problem.specialization, rows, parts)
+            yield space.config_of(spec, rows, parts)
 
 
 def split_us(problem: Problem, config: Config, gpu: Gpu, lengths: LengthKinds) -> float:

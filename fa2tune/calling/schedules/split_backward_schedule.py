@@ -313,9 +313,10 @@ def about(order: str) -> str:
     return f"both kernels run at a time ({begins[order]})" if order else ""
 
 
-def about_keys(split: Config) -> str:
+def about_keys(problem: Problem, split: Config, arch: int) -> str:
     """In one sentence, what runs in place of dQ's kernel."""
+    name = dq_parts.splitting(problem, arch).short_name
     return (
-        f"{DQ}: few tiles, so {dq_parts.SPLIT_KERNEL} runs instead, which is expected to be faster and has no row: keys are "
+        f"{DQ}: few tiles, so {name} runs instead, which is expected to be faster and has no row: keys are "
         f"split into {split['SPLITS']} parts, which are added up after."
     )

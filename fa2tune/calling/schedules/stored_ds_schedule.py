@@ -15,6 +15,7 @@ from fa2tune.calling.schedules import split_backward_schedule
 from fa2tune.calling.schedules.key_splits_schedule import MEASURED_ON
 from fa2tune.calling.schedules.split_backward_schedule import BLOCK, BYTES_PER_US, Tiles
 from fa2tune.compiling.choice import Choice
+from fa2tune.compiling.registry import space_file
 from fa2tune.gpus import Gpu
 from fa2tune.launching import stored_ds
 from fa2tune.launching.overlapped import DKDV, DQ
@@ -80,9 +81,10 @@ def stored_us(problem: Problem, config: Config, gpu: Gpu) -> float:
 
 def configs(problem: Problem, row: Config) -> list[Config]:
     """With either number of groups that make dQ, three first, which read K less often. ``row``: of dK/dV's kernel."""
-    spec = problem.specialization
-    found = [{**bwd_dkdv_ds.of_row(problem, row), "DQ_GROUPS": groups} for groups in (3, 2)]
-    return [one for one in found if bwd_dkdv_ds.SPACE.broken(one, spec, MEASURED_ON[0]) is None]
+    spec, arch = problem.specialization, MEASURED_ON[0]
+    kernel = stored_ds.kernel(problem, arch)
+    found = [{**space_file(kernel.name).of_row(problem, row), "DQ_GROUPS": groups} for groups in (3, 2)]
+    return [one for one in found if kernel.space.broken(one, spec, arch) is None]
 
 
 @lru_cache(maxsize=1024)
@@ -129,8 +131,9 @@ def all_kernels(problem: Problem, choice: Choice, arch: int) -> list[tuple[Varia
     return [one for config in configs(problem, row) for one in stored_ds.kernels(problem, config, arch)]
 
 
-def about(config: Config) -> str:
+def about(problem: Problem, config: Config, arch: int) -> str:
     """In one sentence, what runs in place of a backward's kernels."""
-    said = f"bwd: {stored_ds.KERNEL} writes dS, of which dQ is made, which is expected to be faster and has no row"
+    name = stored_ds.kernel(problem, arch).short_name
+    said = f"bwd: {name} writes dS, of which dQ is made, which is expected to be faster and has no row"
     count = config["SLICES"]
     return f"{said}." if count == 1 else f"{said}: batch and key heads in {count} slices, one after the other."
