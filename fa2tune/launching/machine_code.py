@@ -19,11 +19,12 @@ from dataclasses import asdict
 from typing import Any
 
 from fa2tune.compiling import compiler, registry
-from fa2tune.compiling.registry import DELTA_KERNEL, variant_named
+from fa2tune.compiling.support import companion
 from fa2tune.launching import ported
 from fa2tune.launching.launch import image_of
 from fa2tune.rows.row import PORTED, Row
 from fa2tune.spec.problem import FUSED, STRATEGIES, Config, Specialization
+from fa2tune.spec.roles import BWD_DELTA
 from fa2tune.spec.variant import Variant
 
 #: First digits of a hash that is made as said above. Rows made before it hold the SHA-256 of a cubin, which is no such hash.
@@ -61,7 +62,7 @@ def compiled(variant: Variant, spec: Specialization, config: Config, arch: int) 
     before, after = compiler.around(variant, spec, config, arch)
     sequence = [*before, (variant, config), *after]
     if variant.serves in STRATEGIES[FUSED]:
-        delta = variant_named(DELTA_KERNEL)
+        delta = companion(BWD_DELTA, spec, arch)
         sequence.append((delta, delta.space.default(spec, arch)))
     return [compiler.compile_kernel(one, spec, its_config, arch) for one, its_config in sequence]
 
