@@ -31,6 +31,7 @@ release: setup
 	git archive HEAD | tar -x -C build/release
 	PYTHONPATH=build/release $(VENV)/bin/python build/release/benchmarks/ship_binaries.py build/release/cache
 	PYTHONPATH=build/release $(VENV)/bin/python build/release/benchmarks/ship_binaries.py build/release/cache --check
+	for file in build/release/cache/*.sqlite; do PYTHONPATH=build/release $(VENV)/bin/python -P -m fa2tune cache renew --check --cache $$file || exit 1; done
 	$(VENV)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist build/release
 	@large=$$(find dist -name '*.whl' -size +40000000c) && test -z "$$large" || { echo "larger than 40 MB: $$large"; exit 1; }
 	@ls -l dist/*.whl

@@ -5,14 +5,15 @@
     python benchmarks/same_code.py OLD_TREE cache/h200.sqlite --lacking BESIDE=false
 
 OLD_TREE is a checkout whose hashes the rows carry. Of every row whose hash differs between the trees, the binary that it
-names, the kernels that run before and after it, and bwd_delta are compared, each tree in processes of its own. What the
-compiler is given is compared first: the code of all device functions, constants, types, options. Then, where that differs, what
-its first passes make of it, which inline all device functions. Where either is the same, so is what follows from it. Everything
-else is compiled from both trees. The files and their JSON copies are rewritten only if the machine
-code of all binaries is the same, instruction by instruction: a measurement belongs to the code that ran. The same PTX counts as
-the same code, because on a busy host ptxas assigned the spill slots of one and the same PTX differently. Line numbers are left
-out, because ptxas may order the same instructions differently when they move. Needs no GPU, but the Triton that made the
-rows; run it once per version.
+names, the kernels that run before and after it, and bwd_delta are compared, each tree in processes and with a Triton cache of
+its own: Triton's key holds no fields of named tuples. What the first passes make of a kernel, which inline all device
+functions, is compared first: where that is the same, so is what follows from it. Everything else is compiled from both trees.
+The files and their JSON copies are rewritten only if the machine code of all binaries is the same, instruction by instruction:
+a measurement belongs to the code that ran. The same PTX counts as the same code, because on a busy host ptxas assigned the
+spill slots of one and the same PTX differently. Line numbers are left out, because ptxas may order the same instructions
+differently when they move. Needs no GPU, but the Triton that made the rows; run it once per version.
+
+`fa2tune cache renew` does without OLD_TREE, by the hash of machine code that rows keep.
 
 --lacking names a dimension that the search has gained since without saying what describes configs from before (``added`` in
 fa2tune/spec/variant.py), and the value that describes these rows.
@@ -28,6 +29,7 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +45,9 @@ from fa2tune.spec.problem import BACKWARD
 HERE = Path(__file__).parent.parent
 
 # In a child, with a tree on sys.path: what is asked for, jobs, and sources of rows, on stdin -> hashes of sources; then of each
-# job's compiler input, of its inlined code, or of its machine code and its PTX.
+# job's inlined code, or of its machine code and its PTX.
 CHILD = """
-import ast, dataclasses, hashlib, json, re, subprocess, sys
-from triton.runtime import jit
-made = jit.JITCallable.__init__
-def plain(self, fn):  # Triton's hash of a function holds its place in the file, comments and the docstring
-    made(self, fn)
-    tree = ast.parse(self._src)
-    body = tree.body[0].body
-    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        del body[0]
-    self.starting_line_number, self._src = 0, ast.unparse(tree)
-jit.JITCallable.__init__ = plain
+import dataclasses, hashlib, json, re, subprocess, sys
 from fa2tune.compiling import compiler, fingerprint
 try:
     from fa2tune.compiling import registry
@@ -90,10 +82,6 @@ for kernel, spec, config, arch in jobs:
     before, after = compiler.around(variant, spec, config, arch)
     texts = ["", ""]
     for one, its_config in [*before, (variant, config), *after]:
-        if asked == "input":
-            options = sorted(compiler.options(its_config).items())
-            texts[0] += compiler.source(one, spec, its_config).hash() + repr(options)
-            continue
         if asked == "inlined":
             options = compiler.options(its_config)
             texts[0] += inlined(compiler.source(one, spec, its_config), options, arch) + repr(sorted(options.items()))
@@ -112,12 +100,19 @@ Job = tuple[
 ]  #: kernel, specialization, config (None: the default), architecture
 
 
+@cache
+def _cache_of(tree: Path) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="same_code-")
+
+
 def _run(
     tree: Path, asked: str, jobs: list[Job], sources: Iterable[str] = ()
 ) -> tuple[dict[str, str], list[list[str]]]:
     """(row.source -> hash, what is asked of each job), as ``tree`` has them. ``sources``: of rows; a whole backward's names the
     kernels that it runs."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "TRITON_DISABLE_LINE_INFO": "1"}
+    environment = {
+        **os.environ, "PYTHONPATH": str(tree), "TRITON_DISABLE_LINE_INFO": "1", "TRITON_CACHE_DIR": _cache_of(tree).name
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", CHILD], input=json.dumps([asked, jobs, sorted(sources)]), cwd=tree, env=environment,
         capture_output=True, text=True,
@@ -177,7 +172,7 @@ def main(old_tree: Path, files: tuple[Path, ...], lacking: dict[str, Any]) -> No
     others = {row.triton for row in rows} - {triton_version()}
     if others:
         raise click.BadParameter(f"files: rows of Triton {', '.join(sorted(others))}, but here is {triton_version()}")
-    before, after = (_run(tree, "input", [], {row.source for row in rows})[0] for tree in (old_tree.absolute(), HERE))
+    before, after = (_run(tree, "inlined", [], {row.source for row in rows})[0] for tree in (old_tree.absolute(), HERE))
     fresh_then = [row for row in rows if row.kernel_hash == _hash(before, row) != _hash(after, row)]
     distinct = {json.dumps(job, sort_keys=True): job for job in (_job(row, lacking) for row in fresh_then)}
     jobs = list(distinct.values())
@@ -189,11 +184,8 @@ def main(old_tree: Path, files: tuple[Path, ...], lacking: dict[str, Any]) -> No
         new = _of(HERE, asked, [job for _, job in jobs])
         return [job for job, a, b in zip(jobs, old, new, strict=True) if not set(a) & set(b)]
 
-    other = compared("input", jobs)
-    click.echo(f"{len(jobs) - len(other)} of {len(jobs)} binaries have the same compiler input")
-    remaining = compared("inlined", other)
-    click.echo(f"{len(other) - len(remaining)} of the {len(other)} others have the same code once it is inlined")
-    other = remaining
+    other = compared("inlined", jobs)
+    click.echo(f"{len(jobs) - len(other)} of {len(jobs)} binaries have the same code once it is inlined")
     changed = compared("code", other)
     click.echo(f"{len(other) - len(changed)} of the {len(other)} others have the same machine code")
     if changed:

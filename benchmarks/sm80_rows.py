@@ -18,7 +18,6 @@ today's count as not run.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -100,7 +99,7 @@ def needed(spec: Specialization, configs: Mapping[str, Sequence[Config]]) -> Ite
 
 def image_of(asked: Asked) -> tuple[Image, dict[str, Any]] | str:
     """In a process of the pool: a kernel for the GPU here and what its own GPU's binary takes, or why there is none."""
-    from fa2tune.launching import launch
+    from fa2tune.launching import launch, machine_code
 
     name, spec, where = asked
     variant = registry.variant_named(name)
@@ -108,9 +107,9 @@ def image_of(asked: Asked) -> tuple[Image, dict[str, Any]] | str:
         binary = compiler.build(variant, spec, dict(where), ported.CODE)
         compiled = compiler.compile_kernel(variant, spec, dict(where), ported.CODE)
         image = replace(launch.image_of(compiled), cubin=ported.assembled(compiled, ported.HOSTS[0]))
+        digest = machine_code.digest(machine_code.compiled(variant, spec, dict(where), ported.CODE))
     except compiler.CompileError as error:
         return str(error)
-    digest = hashlib.sha256(Path(binary.cubin_path).read_bytes()).hexdigest()
     return image, {
         "registers": binary.registers, "spills": binary.spills, "shared_bytes": binary.shared_bytes, "binary_hash": digest,
         "num_warps": binary.num_warps, "stack_bytes": binary.stack_bytes,
@@ -429,8 +428,6 @@ def rows_of(entry: Mapping[str, Any], gpu: Gpu) -> Iterator[Row]:
     stamp, default = entry["stamp"], entry["default"]["times"]
     made = Provenance(PORTED, stamp["obtained_on"], stamp["driver"])
     facts = {fact: best["facts"].get(fact) for fact in evidence.FACTS}
-    if gpu.arch != ported.CODE:
-        facts["binary_hash"] = None  # its own code has other bytes
     more = {"errors": best["errors"], **entry["watched"]}
     config, times, tried = best["config"], best["times"], len(entry["entries"])
     named = implementation_of(config)

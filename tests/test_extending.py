@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fa2tune.launching import machine_code
 from fa2tune.rows import reader
 from fa2tune.rows.row import Row
 from fa2tune.rows.store import Store
@@ -49,11 +51,11 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tree: Path, tmp_path: Path) -> Callable[..., str]:
-    def run(*arguments: str, **environment: str) -> str:
+    def run(*arguments: str, status: int = 0, **environment: str) -> str:
         env = {**os.environ, "PYTHONPATH": str(tree), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "home"),
                "TRITON_CACHE_DIR": str(tmp_path / "triton"), "FA2TUNE_KERNELS": "off", **environment}  # fmt: skip
         done = subprocess.run([sys.executable, *arguments], cwd=tree, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        assert done.returncode == status, f"{done.stdout}\n{done.stderr}"
         return done.stdout
 
     return run
@@ -139,6 +141,33 @@ def test_a_dimension_is_one_line_and_older_rows_serve(tree: Path, run: Callable[
     after = tuned(run, tmp_path / "after.sqlite", "--gpu", "a100", "--trials", "2")
     found = [row for row in after if row.implementation != "sm80"]
     assert found and all(row.config["FLIP"] in (0, 1) for row in found)
+
+
+def test_a_row_lives_as_long_as_its_machine_code(tree: Path, run: Callable[..., str], tmp_path: Path) -> None:
+    """A row of edited sources is renewed by the hash of its machine code, without the sources from before; where the machine
+    code is another it stays as it is."""
+    path, kernel = tmp_path / "rows.sqlite", tree / "kernels" / "portable" / "fwd.py"
+    rows = tuned(run, tmp_path / "tuned.sqlite", "--gpu", "a100", "--trials", "2")
+    (before,) = (row for row in rows if row.implementation != "sm80")
+    assert machine_code.known(before.binary_hash)
+    Store(path).put([before])
+
+    def renew(status: int = 0) -> str:
+        said = run("-m", "fa2tune", "cache", "renew", "--cache", str(path), "--workers", "1", status=status)
+        return said.rpartition(": ")[2].strip()
+
+    assert renew() == "1 fresh"
+    edit(kernel, "def fwd_kernel(", "def forward(")
+    edit(kernel, "kernel=fwd_kernel,", "kernel=forward,")
+    shared, line = tree / "kernels" / "lib" / "common.py", "pointers = start + (r[:, None] * stride_row + d[None, :])\n"
+    edit(shared, line, "inside = r[:, None] * stride_row + d[None, :]\n        pointers = start + inside\n")
+    assert renew() == "1 renewed"
+    (after,) = reader.read(path)
+    assert after == replace(before, kernel_hash=after.kernel_hash) and after.kernel_hash != before.kernel_hash
+    assert renew() == "1 fresh"
+    edit(kernel, "out = acc / total[:, None]", "out = acc / (total[:, None] + 1e-30)")
+    assert renew(status=1) == "1 other machine code"
+    assert reader.read(path) == [after]
 
 
 #: Prefix language models: the keys of the prefix are seen by all queries, the others as under the causal mask.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fa2tune import gpus
@@ -10,7 +11,16 @@ from fa2tune.gpus import Gpu
 from fa2tune.rows import lookup
 from fa2tune.rows.row import Row
 from fa2tune.spec.key import TUNED_FAMILIES, TuningKey
-from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, HEAD_DIM_STEP, KERNELS, MAX_HEAD_DIM, MIN_HEAD_DIM
+from fa2tune.spec.problem import (
+    BACKWARD,
+    BUCKETS,
+    DTYPES,
+    HEAD_DIM_STEP,
+    KERNELS,
+    MAX_HEAD_DIM,
+    MIN_HEAD_DIM,
+    STRATEGIES,
+)
 from fa2tune.spec.variant import Variant
 
 HOLDS = "holds"  #: everything it claims was reproduced
@@ -98,6 +108,18 @@ def odd_key(key: TuningKey) -> str | None:
         if value not in allowed:
             return f"no call has {name} {value!r:.40}"
     return None
+
+
+def parts_of(row: Row, among: Sequence[Row]) -> dict[str, Row | None]:
+    """Per kernel of a whole backward, the row of ``among`` that serves it: of the implementation that it names, else the best
+    portable one."""
+    found: dict[str, Row | None] = {}
+    for name in STRATEGIES.get(row.strategy, ()):
+        key, named = row.key.with_(kernel=name), row.config.get(name)
+        alike = [other for other in among if (other.key, other.obtained) == (key, row.obtained)]
+        alike = [other for other in alike if (other.implementation == named if named else not other.specialized)]
+        found[name] = min(alike, key=lambda other: other.rank_us, default=None)
+    return found
 
 
 def row_misfit(row: Row, gpu: Gpu) -> str | None:

@@ -29,6 +29,7 @@ from fa2tune.fleet.finding import (
     PresentGpu,
     gpu_of_key,
     odd_key,
+    parts_of,
     row_misfit,
     toolchain_here,
     variant_of_row,
@@ -395,22 +396,12 @@ class Verification:
 
     # ---- the whole backward
 
-    def _parts(self, row: Row) -> dict[str, Row | None]:
-        """Per kernel of its strategy, the row that serves: of the implementation that it names, else the best portable one."""
-        found: dict[str, Row | None] = {}
-        for name in STRATEGIES.get(row.strategy, ()):
-            key, named = row.key.with_(kernel=name), row.config.get(name)
-            alike = [other for other in self.among if (other.key, other.obtained) == (key, row.obtained)]
-            alike = [other for other in alike if (other.implementation == named if named else not other.specialized)]
-            found[name] = min(alike, key=lambda other: other.rank_us, default=None)
-        return found
-
     def _whole(self, row: Row, crew: Crew | None) -> None:
         """A whole backward holds as its kernels do, and is checked and timed as a whole where it can be launched."""
         if (odd := odd_key(row.key)) is not None:
             self._file(row, FAILS, f"refused: {odd}")
             return
-        parts = {name: part for name, part in self._parts(row).items() if part}
+        parts = {name: part for name, part in parts_of(row, self.among).items() if part}
         missing = set(STRATEGIES.get(row.strategy, (row.strategy,))) - parts.keys()
         if missing:
             self._file(row, UNTOLD, f"no {row.obtained} row for its {', '.join(sorted(missing))}")

@@ -82,7 +82,8 @@ class Row:
     space_hash: str = ""
     created: str = ""  #: UTC, ISO 8601, seconds
     strategy: str = ""  #: of a whole backward, "split" or "fused"; of a kernel ""
-    #: SHA-256 of the machine code that was measured, 64 hex digits; None: not known, and of a whole backward
+    #: of the machine code that was measured, 64 hex digits, see launching/machine_code.py (in older rows that of a cubin, which
+    #: is compared with nothing); None: not known, and of a whole backward, whose kernels have rows of their own
     binary_hash: str | None = None
 
     def __post_init__(self) -> None:

@@ -86,7 +86,7 @@ def test_python_dash_m_is_the_same_command_line() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["tune"], ["bench"], ["explain"], *(["cache", name] for name in ("list", "show", "export", "verify"))],
+    [["tune"], ["bench"], ["explain"], *(["cache", name] for name in ("list", "show", "export", "verify", "renew"))],
     ids=" ".join,
 )
 def test_both_masks_at_once_are_refused_whichever_comes_first(command: list[str]) -> None:
@@ -102,7 +102,8 @@ def test_both_masks_at_once_are_refused_whichever_comes_first(command: list[str]
     [
         "cache list --cache FILE", "cache show --cache FILE", "cache export --format json --cache FILE",
         "cache merge FILE --cache new.sqlite", "cache diff FILE FILE", "cache lock FILE", "cache check FILE",
-        "cache verify --cache FILE", "cache coverage --model FILE --gpu h200", "cache precompile --gpu h200 --cache FILE",
+        "cache verify --cache FILE", "cache renew --cache FILE",
+        "cache coverage --model FILE --gpu h200", "cache precompile --gpu h200 --cache FILE",
         "explain --gpu h200 --cache FILE", "report --cache FILE", "leases --storage sqlite:///FILE",
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ from fa2tune.cli.cache.files import diff, export, merge
 from fa2tune.cli.cache.lock import check, lock, sign
 from fa2tune.cli.cache.look import list_, path, show
 from fa2tune.cli.cache.precompile import precompile as _precompile
+from fa2tune.cli.cache.renew import renew as _renew
 from fa2tune.cli.cache.verify import verify as _verify
 
 
@@ -23,8 +24,8 @@ class _Cache(click.Group):
 
 @click.group(cls=_Cache)
 def cache() -> None:
-    """List, compare, merge, lock and verify cache files."""
+    """List, compare, merge, lock, verify and renew cache files."""
 
 
-for _command in (path, list_, show, _coverage, diff, merge, export, lock, sign, check, _verify, _precompile):
+for _command in (path, list_, show, _coverage, diff, merge, export, lock, sign, check, _verify, _renew, _precompile):
     cache.add_command(_command)

@@ -16,6 +16,7 @@ from fa2tune.rows.reader import Layer
 from fa2tune.rows.row import OBTAINED, Row
 from fa2tune.spec.key import FAMILIES, TuningKey
 from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, KERNELS
+from fa2tune.text import count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,6 +72,17 @@ def selector(rows: Sequence[Row], wanted: dict[str, Any]) -> Callable[[Row], boo
         asked["gpu"] = _gpu(asked["gpu"], "; no row is filed under that name").name
     allowed = {name: value if isinstance(value, list) else [value] for name, value in asked.items()}
     return lambda row: all(FILTERS[name](row) in values for name, values in allowed.items())
+
+
+def rows_asked(path: Path, wanted: dict[str, Any], to: str) -> tuple[list[Row], list[Row]]:
+    """(all rows of a file, those that pass the filters). UsageError: there are none ``to`` do it with."""
+    held = reader.read(path)
+    chosen = selector(held, wanted)
+    asked = [row for row in held if chosen(row)]
+    if not asked:
+        passed = f": it has {count(len(held), 'row')}, none passes the filters" if held else ""
+        raise click.UsageError(f"{path}: no row to {to}{passed}")
+    return held, asked
 
 
 def layers_of(path: Path | None) -> list[Layer]:
@@ -162,7 +174,7 @@ def describe_row(row: Row, here: Toolchain) -> Iterator[str]:
     elif row.key.kernel != BACKWARD:  # a whole backward has none: its kernels have them
         yield "errors    none on record"
     binary = [("registers", row.registers), ("spills", row.spills), ("shared bytes", row.shared_bytes),
-              ("sha256", row.binary_hash)]  # fmt: skip
+              ("hash", row.binary_hash)]  # fmt: skip
     yield f"binary    {_known(binary) or 'unknown'}"
     searched = f"{row.tried} candidate{'s' * (row.tried != 1)} tried" if row.tried else "none on record"
     yield f"search    {searched}" + (f"; not timed: {pruned.counted(row.pruned)}" if row.pruned else "")

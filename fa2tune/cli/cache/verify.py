@@ -20,7 +20,7 @@ from fa2tune.cli.cache.common import (
     cells,
     figure,
     filters,
-    selector,
+    rows_asked,
     title,
 )
 from fa2tune.rows import reader
@@ -67,14 +67,9 @@ def verify(
 
     with shown_errors():
         path = reader.user_path() if file is None else file
-        held = reader.read(path)
+        held, asked = rows_asked(path, wanted, "check")
         present = finding.present_gpu()
         here = finding.toolchain_here(present)
-        chosen = selector(held, wanted)
-        asked = [row for row in held if chosen(row)]
-        if not asked:
-            passed = f": it has {count(len(held), 'row')}, none passes the filters" if held else ""
-            raise click.UsageError(f"{path}: no row to check{passed}")
         rows = [row for row in asked if not only_stale or here.stale(row)]
         if not rows:
             echo(f"{path}: none of the rows to check is stale")

@@ -18,6 +18,7 @@ class WorkerFunctions:
     race: str = "fa2tune.measuring.measure:race"
     check: str = "fa2tune.measuring.verify:check"
     check_backward: str = "fa2tune.measuring.verify:check_backward"
+    machine_code: str = "fa2tune.launching.machine_code:of_config"
 
 
 #: Of a run for a GPU whose code another one runs (``launching/ported.py``).

@@ -3,14 +3,12 @@ of it. Runs in a child process, one config a job."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 from fa2tune.compiling import compiler, limits, operandcheck, registry
 from fa2tune.gpus import Gpu
-from fa2tune.launching import ported
+from fa2tune.launching import machine_code, ported
 from fa2tune.predicting import model
 from fa2tune.spec.problem import Config, Problem, Specialization
 
@@ -29,15 +27,17 @@ def compile_check_ported(
     kernel: str, spec: Specialization, config: Config, gpu: Gpu, problems: Sequence[Problem] = ()
 ) -> CompileResult:
     """The same where another GPU runs the code of ``gpu``: what it launches is compiled, too. What the result says of the
-    binary is of the one for ``gpu``."""
+    binary is of the one for ``gpu``, but for the hash, which is of the code that is launched."""
     result = compile_check(kernel, spec, config, gpu, problems)
     if result.status:
         return result
     try:
-        ported.prepare(registry.variant_of(kernel, config), spec, config, ported.HOSTS[0])
+        variant = registry.variant_of(kernel, config)
+        ported.prepare(variant, spec, config, ported.HOSTS[0])
+        digest = machine_code.digest(machine_code.compiled(variant, spec, config, ported.CODE))
     except compiler.CompileError as error:
         return CompileResult("compile_error", str(error), result.binary)
-    return result
+    return replace(result, binary={**result.binary, "binary_hash": digest})
 
 
 def compile_check(
@@ -48,14 +48,12 @@ def compile_check(
     try:
         variant = registry.variant_of(kernel, config)
         binary = compiler.build(variant, spec, config, gpu.arch)
-        for kernels in compiler.around(variant, spec, config, gpu.arch):
-            for one, its_config in kernels:
-                compiler.compile_kernel(one, spec, its_config, gpu.arch)
+        digest = machine_code.digest(machine_code.compiled(variant, spec, config, gpu.arch))
     except compiler.CompileError as error:
         return CompileResult("compile_error", str(error))
     facts: dict[str, int | str] = {
         "registers": binary.registers, "spills": binary.spills, "shared_bytes": binary.shared_bytes,
-        "binary_hash": hashlib.sha256(Path(binary.cubin_path).read_bytes()).hexdigest(),
+        "binary_hash": digest,
     }  # fmt: skip
     refusal = limits.after_compile(binary, gpu)
     if refusal is not None:
