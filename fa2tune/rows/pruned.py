@@ -52,6 +52,7 @@ WORDS: Mapping[str, str] = {
     "sixteen_bit": "float32 in a kernel for 16-bit types",
     "stages_use_shared_memory": "shared memory left for another stage",
     "third_stage_of_narrow_tiles": "STAGES 3 needs NARROW and no ORDER together",
+    "term_has_registers": "a score term beside BLOCK_M 128",
     "term_has_room": "a score term beside SCORES_APART, or P_THROUGH one",
     "tiles_fit_shared_memory": "tiles exceed shared memory",
     "tma_addresses_tensors": "tensors that TMA cannot address",

@@ -27,6 +27,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     come_if,
     meet,
     probabilities,
+    started_scores,
 )
 from fa2tune.kernels.lib.hopper_packed import store_packed
 from fa2tune.kernels.lib.hopper_tiles import first_number, laps_behind, laps_of, next_tile, received_number
@@ -34,7 +35,7 @@ from fa2tune.kernels.lib.hopper_tiles import first_number, laps_behind, laps_of,
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, words, first_word, k_stage, begin, end, tile, done, base, limit, tile_phase, smem, barriers, offset,
+    dk_acc, dv_acc, words, first_word, k_stage, begin, end, tile, done, base, limit, tile_phase, smem, barriers, h, offset,
     seqlen_k, call, form, MASK: gl.constexpr,
 ):  # fmt: skip
     """Places [begin, end) of the tile's query blocks of one head, see block_at, whose sums of dQ start at
@@ -60,20 +61,30 @@ def _over_queries(
         do_tile = smem.do.index(stage).reshape([form.BLOCK_M, form.BLOCK_D])
         mbarrier.wait(barriers.q_ready.index(stage), phase)
         s_next = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
-        s_next = add_terms(s_next, smem.lse, stage, BLOCK_N, form.BLOCK_M, s_layout)
-        mbarrier.wait(barriers.do_ready.index(stage), phase)
-        dp_next = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
-        dp_next = add_terms(dp_next, smem.delta, stage, BLOCK_N, form.BLOCK_M, s_layout)
-        s = warpgroup_mma_wait(2, deps=[s_next])  # dP and its terms
-        p = probabilities(s, block * form.BLOCK_M, tile.start_n, offset, seqlen_k, call, BLOCK_N, MASK, s_layout, form)
+        s_next = started_scores(s_next, smem.lse, stage, BLOCK_N, form.BLOCK_M, s_layout, form)
+        if form.SCORED:  # as in bwd_fused.py
+            s = warpgroup_mma_wait(0, deps=[s_next])
+        else:
+            mbarrier.wait(barriers.do_ready.index(stage), phase)
+            dp_next = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+            dp_next = add_terms(dp_next, smem.delta, stage, BLOCK_N, form.BLOCK_M, s_layout)
+            s = warpgroup_mma_wait(2, deps=[s_next])  # dP and its terms
+        p, slope = probabilities(
+            s, block * form.BLOCK_M, tile.start_n, offset, seqlen_k, smem.lse, stage, tile.sequence, h, call, BLOCK_N, MASK,
+            s_layout, form,
+        )  # fmt: skip
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
         if form.EXPONENTIALS_FIRST:
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
             mbarrier.wait(barriers.v_ready, tile_phase)
+        if form.SCORED:
+            mbarrier.wait(barriers.do_ready.index(stage), phase)
+            dp_next = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+            dp_next = add_terms(dp_next, smem.delta, stage, BLOCK_N, form.BLOCK_M, s_layout)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         if form.K_STAGES > 1:
             come_if(turn + 1 == limit, V_EMPTY, GROUPS_AND_WARP)
-        ds = (p * dp).to(dtype)
+        ds = (slope * dp).to(dtype)
         ds_operand = gl.convert_layout(ds, a_layout)
         # both groups read both halves; this buffer's last readers were done before the last barrier
         ds_tile = smem.ds.index(turn % 2)
@@ -129,6 +140,7 @@ def consume_concatenated(words, dk, dv, smem, barriers, channel, tiles_done, cal
             thread_barrier()
             for g in range(call.group):  # every query head that reads this key head
                 done = base + g * n_blocks - tile.first
+                h = tile.h_kv * call.group + g
                 head = tile.b * call.heads_q + tile.h_kv * call.group + g
                 first_word = head.to(gl.int64) * call.rows_padded * form.BLOCK_D
                 if form.RAGGED:
@@ -136,8 +148,8 @@ def consume_concatenated(words, dk, dv, smem, barriers, channel, tiles_done, cal
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc = _over_queries(
                         dk_acc, dv_acc, words, first_word, k_stage, tile.full if part else tile.first,
-                        tile.end if part else tile.full, tile, done, base, base + total, filled & 1, smem, barriers, offset,
-                        seqlen_k, call, form, part == 0,
+                        tile.end if part else tile.full, tile, done, base, base + total, filled & 1, smem, barriers, h,
+                        offset, seqlen_k, call, form, part == 0,
                     )  # fmt: skip
             mbarrier.arrive(barriers.k_empty.index(k_stage), count=1, pred=total > 0)
             if form.SIGNALS:

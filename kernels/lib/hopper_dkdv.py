@@ -23,7 +23,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     tiles_in,
     zeros_for,
 )
-from fa2tune.kernels.lib.hopper_split import of_keys, of_queries, rows_of_head
+from fa2tune.kernels.lib.hopper_split import of_keys, of_queries, rows_of_head, sequence_of
 from fa2tune.kernels.lib.warps import WARP
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -42,6 +42,9 @@ class Form(NamedTuple):
     LEFT_BOUNDED: gl.constexpr
     EARLY_START: gl.constexpr
     num_warps: gl.constexpr  #: of a group
+    SCORED: gl.constexpr  #: there is a score term
+    APPLY: gl.constexpr
+    GRAD: gl.constexpr
 
 
 # Partitions get the fields of these in their order; another one is other machine code.
@@ -99,6 +102,7 @@ class Call(NamedTuple):
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     window: tuple
+    score: tuple
     qk_scale: gl.tensor
     softmax_scale: gl.tensor
 
@@ -150,8 +154,29 @@ def row_values(values, j, tile, alive, seqlen_q, other: gl.constexpr, form):
 
 
 @gluon.jit
+def weights(s, shift, j, key, h, offset, tile, call, form, MASK: gl.constexpr):
+    """(P^T, and what dS^T is dP^T - delta times) of S^T = s of the keys from ``key`` on and the query block at place j of head
+    h; shift: -lse of its queries."""
+    layout: gl.constexpr = s.type.layout
+    if form.SCORED:
+        first = block_of(j, tile, form) * form.BLOCK_M
+        queries = (first + gl.arange(0, form.BLOCK_M, layout=gl.SliceLayout(0, layout)))[None, :]
+        columns = (key + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout)))[:, None]
+        s = form.APPLY(s, call.score, queries, columns, offset, sequence_of(tile), h)
+    p = gl.exp2(gl.fma(s, call.qk_scale, shift[None, :]))
+    if MASK:
+        row = block_of(j, tile, form) * form.BLOCK_M
+        keys = key + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout))
+        p = form.HIDE_QUERIES(p, keys, row, offset, call.seqlen_k, call.window, layout)
+    slope = p
+    if form.SCORED:
+        slope = form.GRAD(p, s, call.score, queries, columns, offset, sequence_of(tile), h)
+    return p, slope
+
+
+@gluon.jit
 def _dv_over_queries(
-    acc, s, lse_values, begin, end, done, total, lse, offset, smem, barriers, tile, call, form, MASK: gl.constexpr
+    acc, s, lse_values, begin, end, done, total, lse, h, offset, smem, barriers, tile, call, form, MASK: gl.constexpr
 ):
     """Query blocks at places [begin, end) of one head into dV. s and lse_values: S^T and lse of the first; lse is +inf past the
     end, so that p = exp2(s - inf) = 0. done: turns of the ring before place 0."""
@@ -165,14 +190,10 @@ def _dv_over_queries(
         k_tile = tiles_in(smem.k, opaque(j * 0))
         shift = gl.convert_layout(lse_values * -LOG2E, gl.SliceLayout(0, s_layout))
         lse_values = row_values(lse, j + 1, tile, later < total, call.seqlen_q, float("inf"), form)
-        p = gl.exp2(gl.fma(s, call.qk_scale, shift[None, :]))
-        if MASK:
-            row = block_of(j, tile, form) * form.BLOCK_M
-            keys = tile.start_n + gl.arange(0, form.BLOCK_N, layout=gl.SliceLayout(1, s_layout))
-            p = form.HIDE_QUERIES(p, keys, row, offset, call.seqlen_k, call.window, s_layout)
+        p, slope = weights(s, shift, j, tile.start_n, h, offset, tile, call, form, MASK)
         buffer = turn % form.P_STAGES
         mbarrier.wait(barriers.p_empty.index(buffer), ((turn // form.P_STAGES) & 1) ^ 1)
-        smem.p.index(buffer).store(p.to(dtype))
+        smem.p.index(buffer).store(slope.to(dtype))
         thread_barrier()
         mbarrier.arrive(barriers.p_ready.index(buffer), count=1)
         operand = gl.convert_layout(p.to(dtype), a_layout)
@@ -215,12 +236,13 @@ def _consume_dv(memory, smem, barriers, tile, call, form):
     mbarrier.arrive(barriers.q_empty.index(0), count=1)
     for g in range(tile.group):  # every query head that reads this key head
         turns = g * n_blocks - tile.first
+        h = tile.h_kv * tile.group + g
         acc, s, lse_values = _dv_over_queries(
-            acc, s, lse_values, tile.first, tile.full, turns, total, lse, offset, smem, barriers, tile, call, form, True
-        )
+            acc, s, lse_values, tile.first, tile.full, turns, total, lse, h, offset, smem, barriers, tile, call, form, True
+        )  # fmt: skip
         acc, s, lse_values = _dv_over_queries(
-            acc, s, lse_values, tile.full, tile.end, turns, total, lse, offset, smem, barriers, tile, call, form, False
-        )
+            acc, s, lse_values, tile.full, tile.end, turns, total, lse, h, offset, smem, barriers, tile, call, form, False
+        )  # fmt: skip
         lse += of_head
     # K's shared memory is read by this group alone; where dV is not as wide, V's, once the other group is done with it
     slot = smem.k

@@ -20,7 +20,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     products_done,
     tiles_in,
 )
-from fa2tune.kernels.lib.hopper_split import of_keys, of_queries
+from fa2tune.kernels.lib.hopper_split import of_keys, of_queries, sequence_of
 from fa2tune.search_spaces.sm90 import bwd_dq as space
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -44,6 +44,9 @@ class Form(NamedTuple):
     HIDE: gl.constexpr
     LEFT_BOUNDED: gl.constexpr
     RIGHT_BOUNDED: gl.constexpr
+    SCORED: gl.constexpr  #: there is a score term
+    APPLY: gl.constexpr
+    GRAD: gl.constexpr
 
 
 # Partitions get the fields of these in their order; another one is other machine code.
@@ -98,6 +101,7 @@ class Call(NamedTuple):
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     window: tuple
+    score: tuple
     qk_scale: gl.tensor
     softmax_scale: gl.tensor
 
@@ -194,6 +198,10 @@ def _over_keys(acc, begin, end, own, tile, smem, barriers, call, CONSUMER: gl.co
         mbarrier.wait(barriers.v_ready.index(v_stage), (j // form.V_STAGES) & 1)
         dp_next = product_of_rows(do_tile, v_tile, zero)
         s = warpgroup_mma_wait(len(smem.v), deps=[s_next])
+        if form.SCORED:
+            keys = (tile.below - 1 - j) * form.BLOCK_N + gl.arange(0, form.BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+            keys, queries, sequence = keys[None, :], own.rows[:, None], sequence_of(tile)
+            s = form.APPLY(s, call.score, queries, keys, own.offset, sequence, tile.h)
         p = gl.exp2(gl.fma(s, call.qk_scale, -own.lse[:, None]))
         if MASK and form.BY_HOOKS:  # a score of 0 stays 0 where it is seen
             column = (tile.below - 1 - j) * form.BLOCK_N
@@ -207,6 +215,8 @@ def _over_keys(acc, begin, end, own, tile, smem, barriers, call, CONSUMER: gl.co
                 p = gl.where(columns[None, :] <= last[:, None], p, 0.0)
             else:
                 p = gl.where((columns < call.seqlen_k)[None, :], p, 0.0)
+        if form.SCORED:
+            p = form.GRAD(p, s, call.score, queries, keys, own.offset, sequence, tile.h)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         mbarrier.arrive(barriers.v_empty.index(v_stage), count=1)
         ds = gl.convert_layout((p * (dp - own.delta[:, None])).to(dtype), a_layout)

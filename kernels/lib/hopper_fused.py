@@ -78,6 +78,9 @@ class Form(NamedTuple):
     HIDE_QUERIES: gl.constexpr
     LEFT_BOUNDED: gl.constexpr
     RIGHT_BOUNDED: gl.constexpr
+    SCORED: gl.constexpr  #: there is a score term
+    APPLY: gl.constexpr
+    GRAD: gl.constexpr
 
 
 # Partitions get the fields of these in their order; another one is other machine code.
@@ -93,6 +96,7 @@ class Call(NamedTuple):
     rows_padded: gl.tensor
     heads_per_wave: gl.tensor
     window: tuple
+    score: tuple
     qk_scale: gl.tensor
     softmax_scale: gl.tensor
 
@@ -268,6 +272,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
                 call.heads_per_wave,
                 form.EARLY_START,
                 form.LONGER_FIRST,
+                form.SCORED,
             )
             laps = gl.where(alive, lap + 2, 0)
             first, _full, end, rotation = query_blocks(
@@ -371,15 +376,43 @@ def add_terms(product, terms_smem, stage, ROWS: gl.constexpr, BLOCK_M: gl.conste
 
 
 @gluon.jit
+def started_scores(product, terms_smem, stage, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr, form):
+    """S^T, under way, less lse / softmax_scale; with a score term S^T itself, which the term takes."""
+    if not form.SCORED:
+        product = add_terms(product, terms_smem, stage, ROWS, BLOCK_M, layout)
+    return product
+
+
+@gluon.jit
+def _lse_of(terms_smem, stage, WARPS: gl.constexpr, layout: gl.constexpr, form):
+    """What ``add_terms`` adds, [M] in a slice of ``layout``. A row a thread sums it up, and shares it through shared memory."""
+    of_rows: gl.constexpr = gl.BlockedLayout([1, TERM_COLUMNS], [WARP, 1], [WARPS, 1], [1, 0])
+    terms = terms_smem.index(stage).reshape([form.BLOCK_M, TERM_COLUMNS]).load(of_rows)
+    return gl.convert_layout(gl.sum(terms.to(gl.float32), 1), gl.SliceLayout(0, layout))
+
+
+@gluon.jit
 def probabilities(
-    s, row, key, offset, seqlen_k, call, ROWS: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr, form
-):
-    """P^T [ROWS, M] of scores S^T less lse / softmax_scale; the first row is of ``key``, the first column of ``row``."""
-    p = gl.exp2(s * call.qk_scale)
+    s, row, key, offset, seqlen_k, terms_smem, stage, sequence, head, call, ROWS: gl.constexpr, MASK: gl.constexpr,
+    layout: gl.constexpr, form,
+):  # fmt: skip
+    """P^T [ROWS, M], and what dS^T is dP^T times, of what ``started_scores`` began; the first row is of ``key``, the first
+    column of ``row``."""
+    if form.SCORED:
+        places = row + gl.arange(0, form.BLOCK_M, layout=gl.SliceLayout(0, layout))
+        keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        lse = _lse_of(terms_smem, stage, ROWS // 16, layout, form)
+        s = form.APPLY(s, call.score, places[None, :], keys[:, None], offset, sequence, head)
+        p = gl.exp2((s + lse[None, :]) * call.qk_scale)
+    else:
+        p = gl.exp2(s * call.qk_scale)
     if MASK:
         keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         p = form.HIDE_QUERIES(p, keys, row, offset, seqlen_k, call.window, layout)
-    return p
+    slope = p
+    if form.SCORED:
+        slope = form.GRAD(p, s, call.score, places[None, :], keys[:, None], offset, sequence, head)
+    return p, slope
 
 
 @gluon.jit

@@ -62,7 +62,7 @@ def _place_of(index, order, offsets, sequences, heads, total_q, total_k, heads_p
 @gluon.jit
 def send_place(
     lap, counter, channel, offsets, sequences, heads, total_q, total_k, heads_per_wave, EARLY_START: gl.constexpr,
-    LONGER_FIRST: gl.constexpr,
+    LONGER_FIRST: gl.constexpr, SCORED: gl.constexpr,
 ):  # fmt: skip
     """The producer takes the next tile that has keys and sends it to the other warps: (whether there is one, then what
     ``_place_of`` gives). A program's first one follows from its number; EARLY_START: others are taken once the kernel before,
@@ -97,6 +97,8 @@ def send_place(
     n = gl.arange(0, WARP, layout=gl.BlockedLayout([1], [WARP], [1], [0]))
     words = gl.where(n == 0, alive.to(gl.int32), gl.where(n == 1, head, gl.where(n == 2, start_n, queries)))
     words = gl.where(n == 4, keys, gl.where(n == 5, first_k, gl.where(n == 6, row, words)))
+    if SCORED:
+        words = gl.where(n == 7, row // CHUNK - first_q // CHUNK, words)
     tile_smem.index(slot).store(words)
     mbarrier.arrive(sent.index(slot), count=1)
     return alive, head, start_n, queries, keys, first_q, first_k, row
@@ -112,7 +114,8 @@ def _word(words, number: gl.constexpr):
 @gluon.jit
 def received_work(lap, channel, window, WARPS: gl.constexpr, form):
     """What the producer sent for this lap: (whether there is a tile, head, first key in its sequence, queries, keys, the
-    sequence's first row in k, and in workspaces), then what ``query_blocks`` gives. WARPS: of this partition."""
+    sequence's first row in k, and in workspaces; number of the sequence, where a score term wants it), then what
+    ``query_blocks`` gives. WARPS: of this partition."""
     tile_smem, sent, received = channel
     slot = lap % 2
     mbarrier.wait(sent.index(slot), (lap // 2) & 1)
@@ -124,8 +127,11 @@ def received_work(lap, channel, window, WARPS: gl.constexpr, form):
     keys = _word(words, 4)
     first_k = _word(words, 5)
     row = _word(words, 6)
+    sequence = 0
+    if form.SCORED:
+        sequence = _word(words, 7)
     mbarrier.arrive(received.index(slot), count=1)
     first, full, end, rotation = query_blocks(
         start_n, queries, keys, window, form.BLOCK_M, BLOCK_N, form.QUERY_BLOCKS, form.LEFT_BOUNDED
     )
-    return alive, head, start_n, queries, keys, first_k, row, first, full, end, rotation
+    return alive, head, start_n, queries, keys, first_k, row, sequence, first, full, end, rotation

@@ -30,6 +30,7 @@ class Tile(NamedTuple):
     keys: gl.tensor
     first_k: gl.tensor  #: row of k where the sequence starts
     own_row: gl.tensor  #: and of the workspaces
+    sequence: gl.tensor  #: its number; of packed ones only where a score term wants it
 
 
 @gluon.jit
@@ -153,13 +154,13 @@ def received_number(lap, channel, call, WARPS: gl.constexpr):
 def next_tile(lap, taken, channel, call, WARPS: gl.constexpr, form):
     """A consumer's tile of a lap. WARPS: of its partition."""
     if form.RAGGED:
-        alive, h_kv, start_n, queries, keys, first_k, own_row, first, full, end, rotation = received_work(
+        alive, h_kv, start_n, queries, keys, first_k, own_row, sequence, first, full, end, rotation = received_work(
             lap, channel, call.window, WARPS, form
         )
-        return Tile(alive, 0, h_kv, start_n, first, full, end, rotation, queries, keys, first_k, own_row)
+        return Tile(alive, 0, h_kv, start_n, first, full, end, rotation, queries, keys, first_k, own_row, sequence)
     else:
         alive, b, h_kv, start_n, first, full, end, rotation = work(lap, taken, call, form)
-        return Tile(alive, b, h_kv, start_n, first, full, end, rotation, call.seqlen_q, call.seqlen_k, 0, 0)
+        return Tile(alive, b, h_kv, start_n, first, full, end, rotation, call.seqlen_q, call.seqlen_k, 0, 0, b)
 
 
 @gluon.jit

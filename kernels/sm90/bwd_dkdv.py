@@ -25,9 +25,9 @@ from fa2tune.kernels.lib.hopper_dkdv import (
     Shared,
     Tile,
     _consume_dv,
-    block_of,
     produce,
     row_values,
+    weights,
 )
 from fa2tune.kernels.lib.hopper_fused import do_once
 from fa2tune.kernels.lib.hopper_parts import (
@@ -130,8 +130,8 @@ def _consume_dk(memory, smem, barriers, tile, call, form):
 
 @gluon.jit
 def _keys_over_queries(
-    dk_acc, dv_acc, lse_values, delta_values, begin, end, done, total, lse, delta, key, offset, smem, barriers, tile, call,
-    CONSUMER: gl.constexpr, form, MASK: gl.constexpr,
+    dk_acc, dv_acc, lse_values, delta_values, begin, end, done, total, lse, delta, key, h, offset, smem, barriers, tile,
+    call, CONSUMER: gl.constexpr, form, MASK: gl.constexpr,
 ):  # fmt: skip
     """Query blocks at places [begin, end) of one head into dK and dV of this group's keys. lse_values and delta_values: of the
     first; done: turns of the ring before place 0."""
@@ -154,17 +154,13 @@ def _keys_over_queries(
         mbarrier.wait(barriers.do_ready.index(stage), (turn // form.STAGES) & 1)
         dp_next = product_of_rows(v_tile, do_tile, zero)
         s = warpgroup_mma_wait(len(smem.v), deps=[s_next])
-        p = gl.exp2(gl.fma(s, call.qk_scale, shift[None, :]))
-        if MASK:
-            row = block_of(j, tile, form) * form.BLOCK_M
-            keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
-            p = form.HIDE_QUERIES(p, keys, row, offset, call.seqlen_k, call.window, s_layout)
+        p, slope = weights(s, shift, j, key, h, offset, tile, call, form, MASK)
         operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         dv_next = add_products(operand, do_tile, dv_acc)
         delta_row = gl.convert_layout(delta_values, gl.SliceLayout(0, s_layout))
         delta_values = row_values(delta, j + 1, tile, later < total, call.seqlen_q, 0.0, form)
-        ds = gl.convert_layout((p * (dp - delta_row[None, :])).to(dtype), gl.DotOperandLayout(0, k_layout, 2))
+        ds = gl.convert_layout((slope * (dp - delta_row[None, :])).to(dtype), gl.DotOperandLayout(0, k_layout, 2))
         dk_next = add_products(ds, q_tile, dk_acc)
         dv_acc, operand = products_done_with(dv_next, operand, len(smem.k))
         mbarrier.arrive(barriers.do_empty.index(stage), count=1)
@@ -196,12 +192,13 @@ def _consume_keys(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, fo
     mbarrier.wait(barriers.v_ready, 0, pred=total > 0)
     for g in range(tile.group):  # every query head that reads this key head
         turns = g * n_blocks - tile.first
+        h = tile.h_kv * tile.group + g
         dk_acc, dv_acc, lse_values, delta_values = _keys_over_queries(
-            dk_acc, dv_acc, lse_values, delta_values, tile.first, tile.full, turns, total, lse, delta, key, offset, smem,
+            dk_acc, dv_acc, lse_values, delta_values, tile.first, tile.full, turns, total, lse, delta, key, h, offset, smem,
             barriers, tile, call, CONSUMER, form, True,
         )  # fmt: skip
         dk_acc, dv_acc, lse_values, delta_values = _keys_over_queries(
-            dk_acc, dv_acc, lse_values, delta_values, tile.full, tile.end, turns, total, lse, delta, key, offset, smem,
+            dk_acc, dv_acc, lse_values, delta_values, tile.full, tile.end, turns, total, lse, delta, key, h, offset, smem,
             barriers, tile, call, CONSUMER, form, False,
         )  # fmt: skip
         lse += of_head
@@ -217,9 +214,11 @@ def _consume_keys(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, fo
 @gluon.jit
 def bwd_dkdv_hopper_kernel(
     q, k, v, do, lse, delta, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
-    window_left, window_right, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest, cu_seqlens_q, cu_seqlens_k,
+    window_left, window_right, score_first, score_second, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest,
+    cu_seqlens_q, cu_seqlens_k,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
+    SCORED: gl.constexpr, APPLY: gl.constexpr, GRAD: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr, OWN: gl.constexpr,
     ROWS_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, EARLY_START: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -242,8 +241,10 @@ def bwd_dkdv_hopper_kernel(
     start_n = number * BLOCK_N
     packed = ()
     if RAGGED:
-        start_n, packed = key_tile(number, (cu_seqlens_q, cu_seqlens_k), batch, seqlen_q, seqlen_k, BLOCK_N, num_warps)
-        end_q, seqlen_q, _end_k, seqlen_k, _total_q = packed
+        start_n, packed = key_tile(
+            number, (cu_seqlens_q, cu_seqlens_k), batch, seqlen_q, seqlen_k, BLOCK_N, num_warps, SCORED
+        )
+        end_q, seqlen_q, seqlen_k = packed[0], packed[1], packed[3]
         lse += end_q - seqlen_q
         delta += end_q - seqlen_q
     window = (window_left, window_right)
@@ -289,10 +290,11 @@ def bwd_dkdv_hopper_kernel(
     smem = Shared(k_smem, v_smem, q_smem, do_smem, p_smem)
     barriers = Barriers(k_ready, v_ready, q_ready, q_empty, do_ready, do_empty, p_ready, p_empty, read)
     tile = Tile(b, h_kv, heads_q, group, start_n, first, full, end, rotation, packed)
-    call = Call(seqlen_q, seqlen_k, window, qk_scale, softmax_scale)
+    call = Call(seqlen_q, seqlen_k, window, (score_first, score_second), qk_scale, softmax_scale)
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, ROWS_N=ROWS_N, TILES=TILES, STAGES=STAGES, P_STAGES=P_STAGES,
         HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, EARLY_START=EARLY_START, num_warps=num_warps,
+        SCORED=SCORED, APPLY=APPLY, GRAD=GRAD,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if OWN == "keys":

@@ -137,9 +137,10 @@ def _slots(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def bwd_dkdv_ds_hopper_kernel(
     q, k, v, do, lse, delta, ds, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
-    window_left, window_right, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest,
+    window_left, window_right, score_first, score_second, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
-    QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
+    QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, SCORED: gl.constexpr,
+    APPLY: gl.constexpr, GRAD: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D / DV], k, v [B, Hkv, Sk, D / DV] by descriptors, lse and delta [B, Hq, Sq] float32 -> dk, dv, and ds
@@ -176,10 +177,11 @@ def bwd_dkdv_ds_hopper_kernel(
         k_ready.index(0), v_ready.index(0), q_ready, q_empty, do_ready, do_empty, p_ready, p_empty, read.index(0)
     )
     tile = Tile(head // heads_kv, head % heads_kv, heads_q, group, start_n, first, full, end, rotation, ())
-    call = Call(seqlen_q, seqlen_k, window, qk_scale, softmax_scale)
+    call = Call(seqlen_q, seqlen_k, window, (score_first, score_second), qk_scale, softmax_scale)
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, ROWS_N=BLOCK_N, TILES=1, STAGES=STAGES, P_STAGES=P_STAGES,
-        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, EARLY_START=False, num_warps=num_warps,
+        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, EARLY_START=False, num_warps=num_warps, SCORED=SCORED,
+        APPLY=APPLY, GRAD=GRAD,
     )  # fmt: skip
     gl.warp_specialize([
         (_consume_dv, (memory, smem, barriers, tile, call, form)),

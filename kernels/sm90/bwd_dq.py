@@ -125,10 +125,11 @@ def bwd_dq_hopper_kernel(
     q, k, v, o, do, dlse, lse, delta, dq, qk_scale, softmax_scale,
     stride_ob, stride_oh, stride_om, stride_dlseb, stride_dlseh, stride_dlsem,
     batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, HEADS_PER_WAVE, window_left, window_right,
-    q_rest, k_rest, v_rest, do_rest, dq_rest, order,
+    score_first, score_second, q_rest, k_rest, v_rest, do_rest, dq_rest, order,
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     LAST_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
+    SCORED: gl.constexpr, APPLY: gl.constexpr, GRAD: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, EARLY_START: gl.constexpr,
 ):  # fmt: skip
@@ -155,8 +156,8 @@ def bwd_dq_hopper_kernel(
     start_m = number * BLOCK_M
     packed = ()
     if RAGGED:  # in their order; the numbers that no tile has are the last ones
-        start_m, packed = tile_in_order(order, number, seqlen_q)
-        end_q, seqlen_q, _end_k, seqlen_k, _total_q = packed
+        start_m, packed = tile_in_order(order, number, seqlen_q, SCORED)
+        end_q, seqlen_q, seqlen_k = packed[0], packed[1], packed[3]
         first_q = end_q - seqlen_q
         o += first_q.to(gl.int64) * stride_om
         dlse += first_q.to(gl.int64) * stride_dlsem
@@ -198,11 +199,12 @@ def bwd_dq_hopper_kernel(
     smem = Shared(q_smem, k_smem, v_smem, do_smem)
     barriers = Barriers(q_ready, k_ready, k_empty, v_ready, v_empty)
     tile = Tile(b, h, heads_q, h // group, start_m, below, n_all, packed)
-    call = Call(stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k, window, qk_scale, softmax_scale)
+    score = (score_first, score_second)
+    call = Call(stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k, window, score, qk_scale, softmax_scale)
     form: gl.constexpr = Form(
         GROUPS=GROUPS, BLOCK_N=BLOCK_N, K_STAGES=K_STAGES, V_STAGES=V_STAGES, HEAD_DIM_V=HEAD_DIM_V, LAST_KEY=LAST_KEY,
         BY_HOOKS=BY_HOOKS, BLOCKS_BELOW=BLOCKS_BELOW, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, LEFT_BOUNDED=LEFT_BOUNDED,
-        RIGHT_BOUNDED=RIGHT_BOUNDED,
+        RIGHT_BOUNDED=RIGHT_BOUNDED, SCORED=SCORED, APPLY=APPLY, GRAD=GRAD,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if GROUPS == 1:

@@ -91,10 +91,11 @@ def bwd_dq_hopper_split_kernel(
     q, k, v, o, do, dlse, lse, delta, dq_parts, qk_scale, softmax_scale,
     stride_ob, stride_oh, stride_om, stride_dlseb, stride_dlseh, stride_dlsem,
     batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, SPLITS, window_left, window_right,
-    q_rest, k_rest, v_rest, do_rest,
+    score_first, score_second, q_rest, k_rest, v_rest, do_rest,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr,
     REST_DV: gl.constexpr, BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr,
-    HIDE: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
+    HIDE: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, SCORED: gl.constexpr,
+    APPLY: gl.constexpr, GRAD: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -136,11 +137,12 @@ def bwd_dq_hopper_split_kernel(
     smem = Shared(q_smem, k_smem, v_smem, do_smem)
     barriers = Barriers(q_ready, k_ready, k_empty, v_ready, v_empty)
     tile = Tile(b, h, heads_q, h // group, start_m, below, n_all, ())
-    call = Call(stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k, window, qk_scale, softmax_scale)
+    score = (score_first, score_second)
+    call = Call(stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k, window, score, qk_scale, softmax_scale)
     form: gl.constexpr = Form(
         GROUPS=GROUPS, BLOCK_N=BLOCK_N, K_STAGES=K_STAGES, V_STAGES=V_STAGES, HEAD_DIM_V=HEAD_DIM_V, LAST_KEY=None,
         BY_HOOKS=True, BLOCKS_BELOW=BLOCKS_BELOW, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, LEFT_BOUNDED=LEFT_BOUNDED,
-        RIGHT_BOUNDED=RIGHT_BOUNDED,
+        RIGHT_BOUNDED=RIGHT_BOUNDED, SCORED=SCORED, APPLY=APPLY, GRAD=GRAD,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     gl.warp_specialize([

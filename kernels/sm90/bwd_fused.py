@@ -41,6 +41,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     meet,
     probabilities,
     produce,
+    started_scores,
     zero_pieces,
 )
 from fa2tune.kernels.lib.hopper_parts import (
@@ -89,6 +90,7 @@ def _over_queries(
     k_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.q[0].shape[-1]), 2)
     v_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.do[0].shape[-1]), 2)
     OF_ROWS: gl.constexpr = len(smem.q)  # products that make S^T or dK
+    AHEAD: gl.constexpr = OF_ROWS if form.SCORED else OF_ROWS + 1  # with the terms of S^T
     zero_s = gl.zeros([KEYS, form.BLOCK_M], gl.float32, s_layout)
     zero_dq = zero_pieces(smem.k, CONSUMER, form)
     for j in range(begin, end):
@@ -106,21 +108,32 @@ def _over_queries(
         if not form.SCORES_AHEAD:
             mbarrier.wait(barriers.q_ready.index(stage), phase)
             s_next = product_of_rows(k_tile, q_tile, zero_s)
-            s_next = add_terms(s_next, smem.lse, stage, KEYS, form.BLOCK_M, s_layout)
-        mbarrier.wait(barriers.do_ready.index(stage), phase)
-        dp_next = product_of_rows(v_tile, do_tile, zero_s)
-        dp_next = add_terms(dp_next, smem.delta, stage, KEYS, form.BLOCK_M, s_layout)
-        if not form.SCORES_AHEAD:
-            s = warpgroup_mma_wait(len(smem.do) + 1, deps=[s_next])  # dP and its terms
-        p = probabilities(s, block * form.BLOCK_M, key, offset, seqlen_k, call, KEYS, MASK, s_layout, form)
+            s_next = started_scores(s_next, smem.lse, stage, KEYS, form.BLOCK_M, s_layout, form)
+        if form.SCORED:  # with dP in flight beside what a term computes of S, ptxas would spill
+            if not form.SCORES_AHEAD:
+                s = warpgroup_mma_wait(0, deps=[s_next])
+        else:
+            mbarrier.wait(barriers.do_ready.index(stage), phase)
+            dp_next = product_of_rows(v_tile, do_tile, zero_s)
+            dp_next = add_terms(dp_next, smem.delta, stage, KEYS, form.BLOCK_M, s_layout)
+            if not form.SCORES_AHEAD:
+                s = warpgroup_mma_wait(len(smem.do) + 1, deps=[s_next])  # dP and its terms
+        p, slope = probabilities(
+            s, block * form.BLOCK_M, key, offset, seqlen_k, smem.lse, stage, tile.sequence, h, call, KEYS, MASK, s_layout,
+            form,
+        )  # fmt: skip
         p_operand = gl.convert_layout(p.to(dtype), v_layout)
         if form.EXPONENTIALS_FIRST:
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
             mbarrier.wait(barriers.do_ready.index(stage), phase)
+        if form.SCORED:
+            mbarrier.wait(barriers.do_ready.index(stage), phase)
+            dp_next = product_of_rows(v_tile, do_tile, zero_s)
+            dp_next = add_terms(dp_next, smem.delta, stage, KEYS, form.BLOCK_M, s_layout)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         if form.DQ_BEHIND:
             dv_next = add_products(p_operand, do_tile, dv_acc)
-        ds = (p * dp).to(dtype)
+        ds = (slope * dp).to(dtype)
         ds_operand = gl.convert_layout(ds, k_layout)
         if form.SCORES_AHEAD:
             dk_next = add_products(ds_operand, q_tile, dk_acc)
@@ -156,8 +169,8 @@ def _over_queries(
             )
             ahead = tiles_in(smem.q, following % form.STAGES)
             s_next = product_of_rows(k_tile, ahead, zero_s)
-            s_next = add_terms(s_next, smem.lse, following % form.STAGES, KEYS, form.BLOCK_M, s_layout)
-            dk_acc, ds_operand, pieces = products_and_pieces_done(dk_next, ds_operand, dq_next, OF_ROWS + 1)
+            s_next = started_scores(s_next, smem.lse, following % form.STAGES, KEYS, form.BLOCK_M, s_layout, form)
+            dk_acc, ds_operand, pieces = products_and_pieces_done(dk_next, ds_operand, dq_next, AHEAD)
             mbarrier.arrive(barriers.empty.index(stage), count=1)
         else:
             dk_next = add_products(ds_operand, q_tile, dk_acc)
@@ -213,7 +226,7 @@ def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CON
             if form.SCORES_AHEAD:
                 mbarrier.wait(barriers.q_ready.index(base % form.STAGES), (base // form.STAGES) & 1, pred=total > 0)
                 s_next = product_of_rows(k_tile, tiles_in(smem.q, base % form.STAGES), s)
-                s_next = add_terms(s_next, smem.lse, base % form.STAGES, KEYS, form.BLOCK_M, s_layout)
+                s_next = started_scores(s_next, smem.lse, base % form.STAGES, KEYS, form.BLOCK_M, s_layout, form)
                 s = warpgroup_mma_wait(0, deps=[s_next])
             mbarrier.wait(barriers.v_ready, filled & 1, pred=total > 0)
             h_dq = tile.h_kv * call.group
@@ -272,8 +285,9 @@ def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CON
 def bwd_fused_hopper_kernel(
     q, k, v, do, terms, sums, words, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k,
     rows_padded, HEADS_PER_WAVE, counter, flags, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
-    q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest,
+    q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest, score_first, score_second,
     QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
+    SCORED: gl.constexpr, APPLY: gl.constexpr, GRAD: gl.constexpr,
     RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, PART_D: gl.constexpr, REST_D: gl.constexpr,
     PART_DV: gl.constexpr, REST_DV: gl.constexpr,
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
@@ -344,7 +358,8 @@ def bwd_fused_hopper_kernel(
     fence_async_shared()
     smem = Shared(q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem, out_v)
     call = Call(
-        batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window, qk_scale, softmax_scale,
+        batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window,
+        (score_first, score_second), qk_scale, softmax_scale,
     )  # fmt: skip
     offsets = (cu_seqlens_q, cu_seqlens_k)
     form: gl.constexpr = Form(
@@ -354,6 +369,7 @@ def bwd_fused_hopper_kernel(
         EARLY_START=EARLY_START, CONCATENATED=CONCATENATED, ADDS=ADDS, COUNTS=FINISH_BESIDE, SIGNALS=SIGNALS, RAGGED=RAGGED,
         IN_ORDER=IN_ORDER, LONGER_FIRST=LONGER_FIRST,
         QUERY_BLOCKS=QUERY_BLOCKS, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,
+        SCORED=SCORED, APPLY=APPLY, GRAD=GRAD,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if CONCATENATED:  # in one part

@@ -213,8 +213,9 @@ def _put_terms(rows, do, smem, layout: gl.constexpr):
 def bwd_hopper_one_tile_kernel(
     q, k, v, o, do, dlse, lse, dq, dk, dv, qk_scale, softmax_scale,
     stride_ob, stride_oh, stride_om, stride_dlseb, stride_dlseh, stride_dlsem,
-    batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, PARTS, window_left, window_right,
+    batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, PARTS, window_left, window_right, score_first, score_second,
     HEAD_DIM_V: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, HIDE_QUERIES: gl.constexpr,
+    APPLY: gl.constexpr, GRAD: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D / DV], k, v [B, Hkv, Sk, D / DV] by descriptors of half of their columns, o by pointer, lse
@@ -318,11 +319,17 @@ def bwd_hopper_one_tile_kernel(
         s = warpgroup_mma_wait(HALVES, deps=[s_next])
         lse_row = smem.terms.index(0).load(of_row)
         delta_row = smem.terms.index(1).load(of_row)
+        # all vanish without a score term
+        score, offset = (score_first, score_second), seqlen_k - seqlen_q
+        queries, columns = (now.row + gl.arange(0, BLOCK_M, layout=of_row))[None, :], keys[:, None]
+        its_head = now.h_kv * group + now.member
+        s = APPLY(s, score, queries, columns, offset, now.b, its_head)
         p = gl.exp2(gl.fma(s, qk_scale, -lse_row[None, :]))
         p = HIDE_QUERIES(p, keys, now.row, seqlen_k - seqlen_q, seqlen_k, window, s_layout)
+        slope = GRAD(p, s, score, queries, columns, offset, now.b, its_head)
         left = gl.convert_layout(p.to(dtype), p_operand)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
-        ds = (p * (dp - delta_row[None, :])).to(dtype)
+        ds = (slope * (dp - delta_row[None, :])).to(dtype)
         left_ds = gl.convert_layout(ds, ds_operand)
         ds_tile.permute((1, 0)).store(ds)
         # not before dS: ptxas would pack P between the steps of dS, and the product wait for it

@@ -23,7 +23,7 @@ MOST_STAGES = 4
 
 def fits(spec: Specialization, arch: int) -> bool:
     """Whether the kernel, and the one behind it, can compute such a call, if they can its mask."""
-    able = arch == 90 and spec.dtype != "fp32" and spec.aligned and not spec.ragged and spec.score == "none"
+    able = arch == 90 and spec.dtype != "fp32" and spec.aligned and not spec.ragged
     return able and max(block_dims(spec)) > 128
 
 

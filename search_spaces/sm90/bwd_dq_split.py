@@ -21,7 +21,7 @@ def config_of(spec: Specialization, splits: int) -> Config:
 
 def fits(spec: Specialization, arch: int) -> bool:
     """Whether the kernel can compute such a call."""
-    return arch == 90 and spec.dtype != "fp32" and spec.aligned and not spec.ragged and spec.score == "none"
+    return arch == 90 and spec.dtype != "fp32" and spec.aligned and not spec.ragged
 
 
 def programs(problem: Problem, splits: int) -> int:

@@ -211,6 +211,8 @@ def fitted(spec: Specialization, config: Config) -> Config:
     padded, and 1.17 and 1.20 with 16). Not of 64 columns, where parts cost as much as they save. V has parts of its own where
     ``apart_pays``. See docs/experiments/head-dims.md, and docs/experiments/few-heads-packed.md for the order."""
     config = {**config, "V_APART": False}
+    if spec.scored:  # as "term_has_registers" wants it
+        config["BLOCK_M"] = 64
     if apart_pays(spec):
         return with_v_apart(config)
     if not has_parts(spec) or max(block_dims(spec)) == 64:
@@ -319,8 +321,14 @@ SPACE = SearchSpace(
             lambda config, spec, arch: (
                 max(columns(spec, config), sum(parts_v(spec, config))) > 64
                 or config["BLOCK_M"] == 128
+                or spec.scored
                 or (config["REDUCE"] == "vector" and concatenated(config))
             ),
+        ),
+        Constraint(
+            "term_has_registers",
+            "what a score term gave lives beside P until its derivative is taken; of 128 queries ptxas spills in every block",
+            lambda config, spec, arch: not spec.scored or config["BLOCK_M"] == 64,
         ),
         Constraint(
             "joined_groups_go_together",

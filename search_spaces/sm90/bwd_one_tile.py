@@ -21,7 +21,7 @@ def widths(spec: Specialization, config: Config) -> dict[str, int]:
 
 def fits(spec: Specialization, arch: int) -> bool:
     """Whether the kernel can compute such a call, apart from its lengths."""
-    return arch == 90 and spec.dtype != "fp32" and spec.aligned and not spec.ragged and spec.score == "none"
+    return arch == 90 and spec.dtype != "fp32" and spec.aligned and not spec.ragged
 
 
 def blocks(problem: Problem) -> int:

@@ -41,7 +41,7 @@ def backward(
         gradients |= {"dk": unset(k, call.dims[0]), "dv": unset(v, call.dims[1])}
     tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, **gradients}
     tensors |= {} if dlse is None else {"dlse": dlse}
-    problem = passes.describe(q, k, v, call.mask, SCALE, o=o, do=do)
+    problem = passes.describe(q, k, v, call.mask, SCALE, call.score, o=o, do=do)
     chosen = {}
     for kernel in kernels:
         variant = variant_named(f"sm90/{kernel}")

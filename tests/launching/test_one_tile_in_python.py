@@ -34,7 +34,7 @@ class OneTileGpu(PythonGpu):
         """Gradients; ``settings``: of a config."""
         q, k, v, do = (within_nan(given[name], order) for name in ("q", "k", "v", "do"))
         o, lse = within_nan(right["o"].half(), order), right["lse"].float()
-        problem = passes.describe(q, k, v, call.mask, scale, o=o, do=do)
+        problem = passes.describe(q, k, v, call.mask, scale, call.score, o=o, do=do)
         assert one_key_tile.can(problem, 90)
         made = bwd_one_tile.config_of(
             problem.specialization,

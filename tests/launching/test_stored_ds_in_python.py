@@ -46,7 +46,7 @@ class StoredGpu(PythonGpu):
         gradients = {"dq": unset(q, call.dims[0]), "dk": unset(k, call.dims[0]), "dv": unset(v, call.dims[1])}
         tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, **gradients}
         tensors |= {} if dlse is None else {"dlse": dlse}
-        problem = passes.describe(q, k, v, call.mask, SCALE, o=o, do=do)
+        problem = passes.describe(q, k, v, call.mask, SCALE, call.score, o=o, do=do)
         assert stored_ds.able(problem, 90)
         kernel = variant_named(stored_ds.KERNEL)
         config = {**kernel.space.default(problem.specialization, 90), **changes}
