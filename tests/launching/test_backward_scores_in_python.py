@@ -120,9 +120,7 @@ def test_dq_in_parts(gpu: PythonGpu, mask: Mask, score: Score) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["sm90/bwd_fused", SPLIT])
-def test_a_derivative_that_is_left_out_is_found(
-    gpu: PythonGpu, monkeypatch: pytest.MonkeyPatch, kernels: str
-) -> None:
+def test_a_derivative_that_is_left_out_is_found(gpu: PythonGpu, monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     monkeypatch.setattr(softcap, "grad", none.grad)
     with pytest.raises(AssertionError, match="'dq', "):
         check_backward(gpu, Call(((70, 90),), (2, 1), (128, 128), CAUSAL, score=CAP), {}, kernels)
