@@ -63,6 +63,7 @@ COMPILING = tuple(
         "hopper_split",
         "hopper_grouped",
         "hopper_scores",
+        "backward_scores",
         "dq_parts_compiled",
         "one_tile_compiled",
         "backward_narrow",

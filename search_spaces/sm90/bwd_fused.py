@@ -232,6 +232,7 @@ def shared_bytes(config: Config, spec: Specialization) -> int:
     if config.get("V_APART") or (config["REDUCE"] != "tma" and together and not concatenated(config)):
         out += 2 * keys * dv
     more = ARGUMENT_BYTES if config.get("IN_PARTS") else 0
+    more += 4 * GROUPS * m if spec.scored else 0  # lse of a block, on its way to all threads of a group
     return int(2 * keys * (derived(spec, config)["K_STAGES"] * d + dv) + rings + ds + out) + BARRIER_BYTES + more
 
 

@@ -82,7 +82,6 @@ def test_few_queries_of_many_keys_are_split(problem: Problem, least: float, now:
         Problem("bf16", 2, 2, 2, 484, 484, 256, 256, FULL),  # few keys
         replace(FEW, head_dim=128, head_dim_v=128),
         replace(FEW, mask=band(4096, 0)),
-        replace(FEW, score=Score("softcap", 20.0)),
         replace(FEW, tma=False),
         replace(FEW, dtype="fp32"),
         replace(FEW, batch=1, extent=Extent(RAGGED, 3, 296)),
@@ -92,6 +91,10 @@ def test_few_queries_of_many_keys_are_split(problem: Problem, least: float, now:
 )  # fmt: skip
 def test_calls_that_keep_their_kernel(other: Problem) -> None:
     assert parts(other) == 1
+
+
+def test_calls_with_a_score_term_take_it_too() -> None:
+    assert parts(replace(FEW, score=Score("softcap", 20.0))) == parts(FEW) > 1
 
 
 def test_other_gpus_keep_their_kernels() -> None:

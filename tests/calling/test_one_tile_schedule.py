@@ -122,7 +122,6 @@ def test_off_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         {"tma": False},
         {"aligned": False, "tma": False},
         {"dtype": "fp32"},
-        {"score": score_of(20.0)},
         {"mask": Mask("band", 30, 0)},  # of what serves otherwise there is no estimate
         {"mask": CAUSAL},  # most queries see no key
         {"batch": 1, "extent": Extent(RAGGED, 10, 77)},
@@ -132,6 +131,10 @@ def test_off_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_calls_that_the_kernel_is_not_asked_for(other: dict[str, Any]) -> None:
     assert chosen(CROSS) is not None
     assert chosen(replace(CROSS, **other)) is None
+
+
+def test_calls_with_a_score_term_take_it_too() -> None:
+    assert chosen(replace(CROSS, score=score_of(20.0))) is not None
 
 
 def test_other_gpus_keep_their_kernels() -> None:

@@ -92,7 +92,7 @@ def test_memory_is_bounded_by_slices() -> None:
 @pytest.mark.parametrize(
     "other",
     [{"head_dim": 128, "head_dim_v": 128}, {"seqlen_k": 0}, {"batch": 0}, {"tma": False}, {"dtype": "fp32"},
-     {"mask": Mask("band", 300, 0)}, {"score": Score("softcap", 20.0)}, {"batch": 1, "extent": Extent(RAGGED, 4, 3821)}],
+     {"mask": Mask("band", 300, 0)}, {"batch": 1, "extent": Extent(RAGGED, 4, 3821)}],
     ids=str,
 )  # fmt: skip
 def test_calls_that_keep_their_kernels(other: dict[str, Any]) -> None:
@@ -102,6 +102,10 @@ def test_calls_that_keep_their_kernels(other: dict[str, Any]) -> None:
 
 def test_deterministic_calls_take_it_too() -> None:
     assert whole(LONG, True) is not None
+
+
+def test_calls_with_a_score_term_take_it_too() -> None:
+    assert whole(replace(LONG, score=Score("softcap", 20.0))) == whole(LONG)
 
 
 def test_off_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,10 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Edit:
 PORTABLE = {"portable/fwd", "portable/fwd_split", "portable/bwd_dq", "portable/bwd_dkdv", "portable/bwd_fused"}
 FUSED_HOPPER = {"sm90/bwd_fused", "sm90/bwd_beside"}
 FUSED_AMPERE = {"sm80/bwd_fused", "sm80/bwd_ordered"}
+#: Backwards that ask a score term's hooks.
+SCORED_HOPPER = {
+    f"sm90/bwd_{name}" for name in ("fused", "dq", "dq_split", "dkdv", "dkdv_ds", "one_tile")
+}  # fmt: skip
 HOPPER = {
     "sm90/fwd",
     "sm90/fwd_split",
@@ -83,9 +87,10 @@ HOPPER = {
          {"sm90/bwd_fused", "sm90/bwd_dkdv", "sm90/bwd_dkdv_ds", "sm90/bwd_one_tile", *FUSED_AMPERE}, {"causal"}),
         # the hooks of no score term, and of one that rows are not measured with
         ("kernels.scores.none", "return ds", "return 2 * ds",
-         PORTABLE - {"portable/fwd", "portable/fwd_split"} | FUSED_AMPERE, None),
+         PORTABLE - {"portable/fwd", "portable/fwd_split"} | FUSED_AMPERE | SCORED_HOPPER, None),
         ("kernels.scores.none", "    return scores\n\n\n@", "    return 2 * scores\n\n\n@",
-         PORTABLE | {"sm80/fwd", "sm90/fwd", "sm90/fwd_split", "sm90/fwd_grouped", *FUSED_AMPERE}, None),
+         PORTABLE | {"sm80/fwd", "sm90/fwd", "sm90/fwd_split", "sm90/fwd_grouped", *FUSED_AMPERE, *SCORED_HOPPER},
+         None),
         ("kernels.scores.softcap", "1.0 - tanh", "2.0 - tanh", set(), set()),
         # what a mask's or a score term's file says to the host alone
         ("kernels.masks.causal", 'row_mask="causal"', 'row_mask="full"', set(), set()),

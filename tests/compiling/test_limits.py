@@ -85,7 +85,7 @@ def test_reasons_say_what_is_needed_and_what_there_is() -> None:
     ("kernel", "gpu", "changes", "name"),
     [
         ("sm90/fwd", A100, {}, "architecture"),
-        ("sm90/bwd_dq", H200, {"score": "softcap"}, "score"),
+        ("sm90/bwd_dq", H200, {"score": "softcap"}, None),
         ("sm90/fwd", H200, {}, None),
         ("portable/fwd", A100, {"score": "softcap"}, None),
         ("sm90/bwd_dq_split", A100, {}, "architecture"),
@@ -100,6 +100,15 @@ def test_what_no_config_of_a_kernel_computes(kernel: str, gpu: gpus.Gpu, changes
     assert (refusal and refusal.name) == name and support.supports(variant, spec, gpu) == (name is None)
     config = variant.space.default(spec, max(gpu.arch, variant.min_arch))
     assert limits.before_compile(variant, spec, config, gpu) == refusal
+
+
+def test_a_kernel_without_the_hooks_computes_no_score_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = replace(registry.variant_named("sm90/bwd_dq"))
+    spec = replace(SPEC, score="softcap")
+    assert limits.unsupported(variant, spec, H200) is None
+    monkeypatch.setitem(vars(variant), "constexpr_names", variant.constexpr_names - {"GRAD"})
+    refusal = limits.unsupported(variant, spec, H200)
+    assert refusal is not None and refusal.name == "score" and "the call has softcap" in refusal.why
 
 
 def test_limits_differ_between_8_6_and_8_7() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import kernels_in_python
 import pytest
 from added_terms import add_terms
 from gpu_in_python import PythonGpu
@@ -14,6 +15,7 @@ from test_one_tile_in_python import OneTileGpu
 from test_stored_ds_in_python import StoredGpu
 from test_turns_in_python import TURNS
 
+from fa2tune.kernels.lib.hopper_tiles import Tile
 from fa2tune.kernels.scores import none, softcap
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.score import Score
@@ -124,3 +126,18 @@ def test_a_derivative_that_is_left_out_is_found(gpu: PythonGpu, monkeypatch: pyt
     monkeypatch.setattr(softcap, "grad", none.grad)
     with pytest.raises(AssertionError, match="'dq', "):
         check_backward(gpu, Call(((70, 90),), (2, 1), (128, 128), CAUSAL, score=CAP), {}, kernels)
+
+
+#: Kernels, and a name in their files that gives the sequence's number.
+SEQUENCES = {"sm90/bwd_fused": "Tile", SPLIT: "sequence_of"}
+
+
+@pytest.mark.parametrize("kernels", SEQUENCES)
+def test_another_sequence_is_found(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    name = SEQUENCES[kernels]
+    instead = {"Tile": lambda *given: Tile(*given[:-1], 0), "sequence_of": lambda *_: 0}[name]
+    monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, name: instead})
+    monkeypatch.setattr(kernels_in_python, "_MODULES", {})
+    call = Call(PACKING, (2, 1), (64, 64), FULL, packed=True, score=ALIBI)
+    with pytest.raises(AssertionError, match=r"'d[qkv]', "):
+        check_backward(PythonGpu(monkeypatch, values=True), call, {}, kernels)
