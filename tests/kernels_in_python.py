@@ -413,7 +413,8 @@ _LAYOUTS = (
     "BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SwizzledSharedLayout",
 )  # fmt: skip
 _FLOATING: Mapping[str, Callable[..., Any]] = {
-    "exp2": np.exp2, "log2": np.log2, "sqrt": np.sqrt, "abs": np.abs, "div_rn": np.divide, "fma": lambda a, b, c: a * b + c,
+    "exp2": np.exp2, "log2": np.log2, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a), "abs": np.abs,
+    "div_rn": np.divide, "fma": lambda a, b, c: a * b + c,
 }  # fmt: skip
 _LANGUAGE = SimpleNamespace(
     constexpr=lambda x: x, arange=_arange, range=_range, static_range=range, static_assert=lambda *_: None, cast=_cast,
@@ -428,7 +429,7 @@ _LANGUAGE = SimpleNamespace(
     allocate_shared_memory=_allocate, warp_specialize=_specialize,
     int16=tl.int16, int32=tl.int32, int64=tl.int64, float32=tl.float32, float16=tl.float16, bfloat16=tl.bfloat16,
     **dict.fromkeys(_LAYOUTS, UNKNOWN), **{name: _real(how) for name, how in _FLOATING.items()},
-    math=SimpleNamespace(**{name: _real(_FLOATING[name]) for name in ("exp2", "log2")}),
+    math=SimpleNamespace(**{name: _real(_FLOATING[name]) for name in ("exp2", "log2", "rsqrt")}),
 )  # fmt: skip
 
 
