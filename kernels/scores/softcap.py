@@ -17,8 +17,9 @@ def apply(scores, score, rows, columns, offset, batch, head):
     below = 1.0 + tl.math.exp2(scores * (2.8853900817779268 * first))
     # rsqrt of a square: one instruction more than a reciprocal, and three fewer than a division
     large = second - 2.0 * second * tl.math.rsqrt(below * below)
-    small = scores * (1.0 - scores * scores * (0.3333333333333333 * first * first))  # first * second is 1
-    return tl.where(tl.abs(scores) * first < 0.06, small, large)
+    square = scores * scores * (first * first)
+    small = scores * (1.0 - square * 0.3333333333333333)  # first * second is 1
+    return tl.where(square < 0.0036, small, large)
 
 
 @triton.jit
