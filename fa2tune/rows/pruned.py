@@ -28,7 +28,7 @@ WORDS: Mapping[str, str] = {
     "launch_registers_hold_a_product": "maxnreg leaves too few registers for a product",
     "longer_first_is_written_before": "LONGER_FIRST with BESIDE, or of sequences that are not packed",
     "narrow_tiles_hold_head_dims": "NARROW of head dims above 32, or with IN_PARTS",
-    "norms_bound_scores": "RESCALE never beside a score term",
+    "norms_bound_scores": "RESCALE never with a score term",
     "not_of_the_family": "what such calls leave out",
     "o_has_room_of_its_own": "O shares memory although memory of its own fits",
     "o_through_q_alone": "O cannot be stored through Q's memory",

@@ -290,7 +290,7 @@ SPACE = SearchSpace(
         Constraint(
             "registers_hold_tiles",
             "scores, output, probabilities of the block before (and Q) are in registers at the same time; with fewer than 32 "
-            "left, or 40 and 80 beside a score term, ptxas spills and serialises the products (C7512)",
+            "left, or 40 and 80 with a score term, ptxas spills and serialises the products (C7512)",
             lambda config, spec, arch: _registers_hold(spec, config),
         ),
         Constraint(
