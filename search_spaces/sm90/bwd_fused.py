@@ -328,7 +328,8 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "term_has_registers",
-            "what a score term gave lives as long as P, until its derivative is taken; of 128 queries ptxas spills in every block",
+            "what a score term gave lives as long as P, until its derivative is taken; of 128 queries ptxas spills in every "
+            "block",
             lambda config, spec, arch: not spec.scored or config["BLOCK_M"] == 64,
         ),
         Constraint(
