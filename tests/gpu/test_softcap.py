@@ -129,7 +129,7 @@ def test_few_keys(head_dim):
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_hopper_kernels_serve(head_dim):
-    q = torch.empty(1, 16, 4096, head_dim, dtype=torch.bfloat16, device="cuda")
+    q = torch.empty(1, 16, 4096, head_dim, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     for cap in (None, 50.0):
         kernels = fa2tune.explain(q, q, q, causal=True, softcap=cap).kernels
         assert len(kernels) > 1 and not any("LOADS" in kernel.config for kernel in kernels)
