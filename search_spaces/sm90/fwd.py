@@ -102,10 +102,16 @@ def default(spec: Specialization, arch: int) -> Config:
 
 def fitted(spec: Specialization, config: Config) -> Config:
     """The config of a row of other head dims, padded as far as these, for these: in parts, with the room for O, the stages and
-    what ``_roomier`` names that tiles of fewer columns leave. Beside a score term: with maxima of scores, and less in
-    registers."""
+    what ``_roomier`` names that tiles of fewer columns leave. With a score term, whose instructions take longer than the
+    products: two programs a multiprocessor where there is room for them (docs/experiments/forward.md), else with maxima of
+    scores, and less in registers."""
     found = _roomier(spec, {**config, "IN_PARTS": in_parts(spec)})
     if spec.scored:
+        two = {**of_tiles(spec, ROWS, 64, 128), "HEADS_PER_WAVE": config["HEADS_PER_WAVE"]}
+        if _registers_hold(spec, two) and _shared_bytes(two, spec, two["STAGES"], two["O_THROUGH"]) <= _shared_limit(
+            two
+        ):
+            return two
         smaller = ({"Q_IN_REGISTERS": False}, {"BLOCK_N": 64}, {"Q_IN_REGISTERS": False, "BLOCK_N": 64})
         tried = [without_norms({**found, **change}) for change in ({}, *smaller)]
         found = next((one for one in tried if _registers_hold(spec, one)), tried[-1])

@@ -20,6 +20,7 @@ from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import SPACE, suited, without_norms
 from fa2tune.spec import visits
 from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant
 
 #: Start and end of a tile (Q in, O out, divisions), in key blocks, by Q_STAGES: with two the next tile's Q is there already.
@@ -115,13 +116,13 @@ def of_like_work(problem: Problem, served: Row, others: Iterable[Row]) -> Row:
 
 def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) -> tuple[Row, Config]:
     """The row and config for a problem: those of ``served``, the row that the ladder names, unless another tile order, or
-    another of the rows, is predicted to be faster by more than MARGIN or ROW_MARGIN.
+    another of the rows, is predicted to be faster by more than MARGIN or ROW_MARGIN, of calls without a score term.
 
     ``others``: rows of the same kernel, head dims, dtype and mask as ``served`` that could serve. Nothing is predicted of rows
     without a measured time; where ``served`` has none it stays. Nor of windows and chunks: ``window_schedule``.
     """
     own = suited(problem, served.config)
-    if problem.is_empty or not few_tiles.covers_mask(problem):
+    if problem.is_empty or problem.score != NONE or not few_tiles.covers_mask(problem):
         return served, own
     if sm_count == served.key.sm_count and _tuned_on(served, problem):
         return served, own

@@ -37,6 +37,7 @@ from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.search_spaces.sm90 import bwd_fused, fwd
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, bucket_of
+from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant
 
 #: Microseconds that a packed forward takes besides a dense one: the kernel that orders the tiles, and the queue. Fitted, as the
@@ -206,7 +207,9 @@ def best(
     problem: Problem, served: tuple[Row, Config], others: Iterable[tuple[Row, Config]], gpu: Gpu
 ) -> tuple[Row, Config]:
     """The row and config of a forward: ``served``, unless tiles of another form, of another row or of ``for_few_tiles``, are
-    predicted to be faster. Pairs of a row and its config for packed calls."""
+    predicted to be faster, of calls without a score term. Pairs of a row and its config for packed calls."""
+    if problem.score != NONE:
+        return served
 
     def fastest(row: Row, config: Config) -> tuple[float, Row, Config]:
         """With maxima or without, as the config has it."""
