@@ -132,8 +132,10 @@ def test_calls_that_the_kernel_is_not_asked_for(always: None, other: dict[str, A
     assert chosen(replace(PROMPT, **other)) is None
 
 
-def test_score_terms_are_computed(always: None) -> None:
-    assert chosen(replace(PROMPT, score=score_of(20.0))) is not None
+def test_score_terms_have_portable_tiles_where_these_are_faster(always: None) -> None:
+    assert chosen(replace(PROMPT, score=score_of(20.0))) is None
+    wide = {"head_dim": 128, "head_dim_v": 128}
+    assert chosen(replace(PROMPT, **wide, score=score_of(20.0))) is not None
 
 
 @pytest.mark.parametrize("mask", [Mask("chunked", 64), Mask("causal_top_left")], ids=str)

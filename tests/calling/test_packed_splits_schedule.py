@@ -105,8 +105,10 @@ def test_calls_that_keep_their_tiles(other: dict[str, Any]) -> None:
     assert chosen(replace(LONG, **other)) is None
 
 
-def test_score_terms_are_computed() -> None:
-    assert chosen(replace(LONG, score=score_of(20.0))) is not None
+def test_score_terms_have_portable_tiles_where_these_are_faster() -> None:
+    assert chosen(replace(LONG, score=score_of(20.0))) is None
+    wide = {"head_dim": 128, "head_dim_v": 128}
+    assert (chosen(replace(LONG, **wide)) is None) == (chosen(replace(LONG, **wide, score=score_of(20.0))) is None)
 
 
 def test_of_one_sequence_the_length_is_known() -> None:
