@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 OTHER_KEY = "row's key, where it differs"
 WINDOWED = "sliding windows (window=) are served by rows that were tuned without a window"
 CHUNKS = 'attention in chunks (mask=fa2tune.Mask("chunked", N)) is served by rows that were tuned without chunks'
-CAPPED = (
-    "soft caps (softcap=) are served by rows that were tuned without one, their backward on Hopper by portable kernels"
-)
+CAPPED = "soft caps (softcap=) are served by rows that were tuned without one"
 FULL_CHUNKS = "attention in chunks is computed with the causal mask only; with --full its keys are those without chunks"
 PADDING = "fa2tune takes no padding mask: sequences of a batch have one length"
 TITLES = ("attention", "layers", "heads", "kv", "dim", "dtype", "mask", "computed")
