@@ -202,7 +202,8 @@ class Stand:
         terms, inputs = (self.problem.mask, self.problem.score), [tensor[b, :, h] for tensor in self.inputs]
         lengths = self.problem.lengths if isinstance(self.problem, PackedProblem) else (self.problem.seqlen_q,)
         parts = zip(*(tensor.split(lengths) for tensor in inputs), strict=True)
-        alone = [reference(q, k, v, do, *terms) for q, k, v, do in parts]
+        first = 0 if isinstance(self.problem, PackedProblem) else b  # number of the first sequence
+        alone = [reference(q, k, v, do, *terms, number, h) for number, (q, k, v, do) in enumerate(parts, first)]
         return {name: torch.cat([one[name] for one in alone]) for name in alone[0]}
 
     def call(self, name: str, pass_: str) -> Call:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fa2tune.spec.mask import FULL, Mask
 from fa2tune.spec.score import NONE, Score
+from fa2tune.spec.scorefile import Places
 
 if TYPE_CHECKING:
     import torch
@@ -17,10 +18,11 @@ _TILE = 64
 
 
 def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, mask: Mask, score: Score = NONE
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, mask: Mask, score: Score = NONE,
+    batch: int = 0, head: int = 0,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """One head, q [Sq, D], k [Sk, D], v [Sk, DV], do [Sq, DV] -> o, dq, dk, dv in float32, written out, a block of rows at a
-    time so that any length fits. A row that sees no key has zeros."""
+    """One head, number ``head`` of sequence ``batch``: q [Sq, D], k [Sk, D], v [Sk, DV], do [Sq, DV] -> o, dq, dk, dv in
+    float32, written out, a block of rows at a time so that any length fits. A row that sees no key has zeros."""
     import torch
 
     q, k, v, do = (tensor.float() for tensor in (q, k, v, do))
@@ -35,7 +37,8 @@ def reference(
         if score != NONE:
             plain = scores.requires_grad_()
             with torch.enable_grad():
-                transformed = score.transformed(plain)
+                at = Places(places[rows, None], columns, length - len(places), batch, head)
+                transformed = score.transformed(plain, at)
             scores = transformed.detach().clone()  # to be masked
         if mask != FULL:
             visible = mask.visible(places[rows, None], columns, len(places), len(columns))

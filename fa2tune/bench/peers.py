@@ -18,7 +18,7 @@ from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.maskfile import mask_named
 from fa2tune.spec.problem import ITEMSIZE, Problem
 from fa2tune.spec.score import NONE, Score
-from fa2tune.spec.scorefile import score_named
+from fa2tune.spec.scorefile import Places, score_named
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +108,17 @@ def _visible(problem: Problem, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(problem.mask.visible(rows[:, None], columns, problem.seqlen_q, problem.seqlen_k))
 
 
+def _places(problem: Problem, device: torch.device) -> Places:
+    """Of scores (batch, heads, seqlen_q, seqlen_k)."""
+    import torch
+
+    b, h, rows, columns = (
+        torch.arange(count, device=device)
+        for count in (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    )
+    return Places(rows[:, None], columns, problem.seqlen_k - problem.seqlen_q, b[:, None, None, None], h[:, None, None])
+
+
 def _standard(problem: Problem) -> Attention:
     """softmax(q k^T * scale) v written out: three N x N matrices go through memory."""
     import torch
@@ -119,7 +130,7 @@ def _standard(problem: Problem) -> Attention:
         return ~_visible(problem, device)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        scores = problem.score.transformed((q * scale) @ k.transpose(-2, -1))
+        scores = problem.score.transformed((q * scale) @ k.transpose(-2, -1), _places(problem, q.device))
         if problem.mask != FULL:
             scores = scores.masked_fill(hidden(q.device), float("-inf"))
         return torch.softmax(scores, -1) @ v
@@ -172,7 +183,12 @@ def _flex(problem: Problem) -> Attention:
     sees, sides = mask_named(problem.mask.name).visible, problem.mask.values
     transformed, numbers = score_named(problem.score.name).transformed, problem.score.values
     lengths = problem.seqlen_q, problem.seqlen_k
-    score_mod = None if problem.score == NONE else lambda scores, *_: transformed(scores, numbers)
+    offset = problem.seqlen_k - problem.seqlen_q
+
+    def with_term(scores: Any, b: Any, h: Any, row: Any, column: Any) -> Any:
+        return transformed(scores, numbers, Places(row, column, offset, b, h))
+
+    score_mod = None if problem.score == NONE else with_term
 
     @functools.cache
     def mask(device: torch.device) -> Any:

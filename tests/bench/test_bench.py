@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from added_terms import add_terms
 from bench_fakes import FakeGpu
 from click.testing import CliRunner
 
@@ -188,17 +189,19 @@ def test_cells_of_masks_by_name_are_told_apart(tmp_path: Path) -> None:
 # ---- whether it is right
 
 
-@pytest.mark.parametrize("score", [NONE, Score("softcap", 0.7)], ids=str)
+@pytest.mark.parametrize("score", [NONE, Score("softcap", 0.7), Score("alibi", 4)], ids=str)
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, band(20, 0), band(5, 90), band(None, 7), Mask("chunked", 30)], ids=str)
-def test_the_reference_is_attention(mask: Mask, score: Score) -> None:
-    of = replace(problem(seqlen=130), batch=1, heads_q=1, heads_kv=1, mask=mask, score=score)
-    q, k, v, do = torch.randn(4, 1, 1, 130, 16, dtype=torch.float64)
+def test_the_reference_is_attention(monkeypatch: pytest.MonkeyPatch, mask: Mask, score: Score) -> None:
+    """Of the second head, which a term may tell from the first."""
+    add_terms(monkeypatch)
+    of = replace(problem(seqlen=130), batch=1, heads_q=2, heads_kv=2, mask=mask, score=score)
+    q, k, v, do = torch.randn(4, 1, 2, 130, 16, dtype=torch.float64)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = STANDARD.make(of)(*leaves)
     wanted = dict(zip(("o", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, leaves, do)), strict=True))
-    got = oracle.reference(*(t.detach()[0, 0] for t in (q, k, v, do)), of.mask, of.score)
+    got = oracle.reference(*(t.detach()[0, 1] for t in (q, k, v, do)), of.mask, of.score, head=1)
     for name, want in wanted.items():
-        torch.testing.assert_close(got[name], want[0, 0].float(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got[name], want[0, 1].float(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_wrong_late_tile_is_seen() -> None:

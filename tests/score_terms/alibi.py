@@ -23,7 +23,8 @@ def grad(ds, scores, score, rows, columns, offset, batch, head):
 
 
 def transformed(scores, values, places):
-    slope = 2.0 ** (-8.0 * (places.head.to(scores.dtype) + 1) / values[0] - places.batch)
+    number = scores.new_zeros(()) + places.head  # of the scores' dtype, whether the head is a tensor or an integer
+    slope = 2.0 ** (-8.0 * (number + 1) / values[0] - places.batch)
     return scores - slope * (places.rows + places.offset - places.columns)
 
 
