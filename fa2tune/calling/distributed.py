@@ -18,6 +18,9 @@ DIVIDED: Mapping[str, Mapping[int, tuple[str, int]]] = {
 }  # fmt: skip
 
 
+DIVIDES = "a DTensor", "batches or heads"  #: as ``score.refuse_numbered`` says it
+
+
 def given(*tensors: Any) -> bool:
     """Whether one of them is a DTensor."""
     return any(type(tensor).__name__ == "DTensor" for tensor in tensors)

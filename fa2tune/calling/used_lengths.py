@@ -12,6 +12,7 @@ from fa2tune.calling.distributed import whole
 
 OffsetPair = tuple[torch.Tensor, torch.Tensor]
 PARTS = 3  #: sequences that one becomes
+DIVIDES = "seqused_q or seqused_k", "sequences"  #: as ``score.refuse_numbered`` says it
 
 
 def divided(

@@ -20,7 +20,7 @@ from fa2tune.launching.passes import empty_ordered, in_one_batch, lse_of, lse_sh
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of, of_operator
 from fa2tune.spec.problem import bucket_of
-from fa2tune.spec.score import NO_VALUE, Score, score_of
+from fa2tune.spec.score import NO_VALUE, Score, refuse_numbered, score_of
 from fa2tune.spec.score import of_operator as score_of_operator
 
 #: Of a call, for a plan's key and for what is looked up: int, a tensor (not read), or None.
@@ -110,7 +110,8 @@ def attention_varlen(
             are, no memory outside the tensors is read or written. For a schedule of other tensors or rows.
 
     On compute capability 9.0 the warp-specialised kernels serve it, of bf16 and fp16 that TMA can address, also a deterministic
-    backward; otherwise the portable ones. Configs were tuned without packing. Differentiable once, through output and lse.
+    backward; without wgmma those of kernels/sm80, but for a deterministic backward; otherwise the portable ones. Configs were
+    tuned without packing. Differentiable once, through output and lse.
     """
     if unknown or extra or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING:
         _refuse(unknown, extra, {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q})
@@ -119,6 +120,8 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(*given)
     else:
         _, _, (cu_seqlens_q, cu_seqlens_k), parts, _, order = varlen_schedules.fitting(schedule, q, k, given)
+    if parts > 1:
+        refuse_numbered(score, *used_lengths.DIVIDES)
     call = (causal, softmax_scale, deterministic, window, mask, softcap, score)
     sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, order, return_lse)
     if ops.compiling() or not ops.plain(q, k, v):
@@ -215,6 +218,10 @@ def checked(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Extent]:  # fmt: skip
     """(1, heads, total, dim) views and the extent as a call would pass them on, or the error that it would raise."""
     cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    if parts > 1:
+        refuse_numbered(score, *used_lengths.DIVIDES)
+    if distributed.given(q, k, v):
+        refuse_numbered(score, *distributed.DIVIDES)
     cu_seqlens_q = distributed.whole("cu_seqlens_q", cu_seqlens_q)
     keys = cu_seqlens_q if cu_seqlens_k is None else distributed.whole("cu_seqlens_k", cu_seqlens_k)
     q, k, v = ops.as_cast(*distributed.local_parts(q, k, v, "packed"))
@@ -232,6 +239,7 @@ def _general(
     cu_seqlens_q = distributed.whole("cu_seqlens_q", cu_seqlens_q)
     cu_seqlens_k = distributed.whole("cu_seqlens_k", cu_seqlens_k)
     if distributed.given(q, k, v):
+        refuse_numbered(score, *distributed.DIVIDES)
         sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, order, return_lse)
         call = (causal, softmax_scale, deterministic, window, mask, softcap, score)
         return distributed.by_parts(_general, q, k, v, "packed", sides + call)

@@ -17,6 +17,8 @@ from fa2tune.spec.variant import PORTABLE_FOLDER, Variant
 
 #: Compute capability that Triton's interpreter passes for.
 INTERPRETED_ARCH = 80
+#: Hooks of a mask that kernels ask about scores, so that those are what a score term is asked about, too.
+SEES_SCORES = frozenset(("KEEP", "HIDE", "HIDE_QUERIES"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,17 @@ def supports(variant: Variant, spec: Specialization, gpu: Gpu) -> bool:
 
 
 def _computes(role: str, name: str, spec: Specialization, arch: int) -> bool:
-    """Whether a kernel with a role does. The file of one that any GPU can run is not run for that: it computes every mask."""
+    """Whether a kernel with a role does. The file of one that any GPU can run is not run for that: it computes every mask, and
+    every score term."""
     if not registry.texts()[name].runs_on(arch) or not _in_space(role, name, spec, arch):
         return False
     if name.startswith(f"{PORTABLE_FOLDER}/"):
         return True
     variant = registry.variants().get(name)  # None: this Triton has no such kernel
     if variant is None or (interpreted() and is_gluon(variant)):
+        return False
+    sees_scores = not SEES_SCORES.isdisjoint(variant.constexpr_names)
+    if spec.scored and sees_scores and "APPLY" not in variant.constexpr_names:
         return False
     return registry.refused_mask(variant, spec) is None
 

@@ -147,7 +147,7 @@ class Renewal:
                 state = "" if machine_code.agree(digest, str(part.binary_hash)) else OTHER_CODE
             if state:
                 return RenewalResult(row, state, f"its {part.key.kernel} {why}".rstrip() if whole else why)
-            if not whole:  # other PTX of the same machine code is compared from now on
+            if not whole and not machine_code.known(part.binary_hash):  # what was measured stays
                 new = replace(new, binary_hash=digest)
         if self.check:
             return RenewalResult(row, SAME_CODE)

@@ -52,6 +52,11 @@ class Score:
         """For people, without values."""
         return "a soft cap" if self.name == "softcap" else f"the score term {self.name}"
 
+    @property
+    def numbered(self) -> bool:
+        """Whether it reads the number of the sequence or of the head."""
+        return scorefile.score_named(self.name).numbered
+
     def arguments(self, softmax_scale: float) -> tuple[float, float]:
         """What kernels get as score_first and score_second, for a scale that is not 0."""
         found = (*scorefile.score_named(self.name).arguments(softmax_scale, self.values), 0.0, 0.0)
@@ -95,6 +100,18 @@ def checked(given: Any) -> Score:
     score = Score(given) if isinstance(given, str) else given
     check_limits("score", given, score, scorefile.score_named(score.name).values)
     return score
+
+
+def refuse_numbered(given: Any, what: str, divides: str) -> None:
+    """ValueError: ``score`` of a call that is computed in parts (``what`` names what divides it, into ``divides``) reads the
+    number of the sequence or of the head, which a part counts anew. Else as ``checked``."""
+    if given is None or not (score := checked(given)).numbered:
+        return
+    allowed = ", ".join(name for name in scorefile.names() if not scorefile.score_named(name).numbered)
+    raise ValueError(
+        f"score: got {score.name} with {what}, which divides {divides}, while the term may read their numbers; allowed are "
+        f"{allowed}, and terms whose file says numbered=False"
+    )
 
 
 def for_operator(score: Score) -> tuple[Any, ...]:

@@ -48,6 +48,8 @@ class ScoreHooks:
     )  #: run-time number -> (smallest, largest) allowed
     #: (softmax_scale, values) -> what kernels get as score_first and score_second; the scale is not 0
     arguments: Callable[[float, ScoreValues], ScoreValues] = _as_given
+    #: whether it reads the number of the sequence or of the head, so that a call is computed whole
+    numbered: bool = True
 
     def __post_init__(self) -> None:
         if len(self.values) > NUMBERS:

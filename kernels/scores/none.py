@@ -26,4 +26,4 @@ def transformed(scores, values, _places):
     return scores
 
 
-SCORE = ScoreHooks("none", transformed=transformed)
+SCORE = ScoreHooks("none", transformed=transformed, numbered=False)

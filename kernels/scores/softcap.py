@@ -42,4 +42,4 @@ def arguments(softmax_scale, values):
     return softmax_scale / cap, cap / softmax_scale
 
 
-SCORE = ScoreHooks("softcap", transformed=transformed, values={"cap": (1e-3, 1e6)}, arguments=arguments)
+SCORE = ScoreHooks("softcap", transformed=transformed, values={"cap": (1e-3, 1e6)}, arguments=arguments, numbered=False)

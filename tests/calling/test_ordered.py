@@ -20,6 +20,7 @@ from fa2tune.compiling.compiler import CompileError, NoTritonError, binary_confi
 from fa2tune.fleet import precompile
 from fa2tune.launching.launch import CaptureMiss
 from fa2tune.rows import lookup
+from fa2tune.spec import visits
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, Problem
@@ -60,6 +61,22 @@ def test_the_fused_kernel_s_row_serves_them_in_turns(dim: int, mask: Mask) -> No
         band = found.config["HEADS_PER_WAVE"]
         assert found.config == {**free.config, "IN_ORDER": True, "HEADS_PER_WAVE": band} and band in ampere_turns.BANDS
         assert FREE.space.broken(found.config, problem.specialization, 80) is None
+
+
+def test_a_tile_that_the_one_before_does_not_cover_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a mask whose later key tiles begin at earlier queries a turn would never come."""
+    seen = visits.queries_of_tiles
+
+    def backwards(*given: Any) -> visits.Visits:
+        return visits.Visits(*(side[::-1] for side in seen(*given)))
+
+    monkeypatch.setattr(visits, "queries_of_tiles", backwards)
+    ordered._tiles_follow.cache_clear()
+    try:
+        found = chosen(posed(4096, 128, CAUSAL, (16, 16)))[1]["bwd_fused"]
+    finally:
+        ordered._tiles_follow.cache_clear()
+    assert not found.config.get("IN_ORDER") and found.variant is not FREE
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])

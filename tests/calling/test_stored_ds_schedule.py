@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from added_terms import add_terms
 from benchmark_scripts import BENCHMARKS, script
 
 from fa2tune import gpus
@@ -147,6 +148,15 @@ def test_rows_that_begin_within_a_sector_have_more_tiles_under_way() -> None:
         problem = replace(CALLS["160, causal"], head_dim=dims[0], head_dim_v=dims[1])
         config = bwd_dkdv_ds.of_row(problem, {"STAGES": 2, "P_STAGES": 2, "HEADS_PER_WAVE": 2})
         assert (config["STAGES"], config["P_STAGES"]) == stages
+
+
+def test_slices_count_heads_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a term that reads their numbers has one, or another kernel."""
+    add_terms(monkeypatch)
+    many = next(problem for problem in CALLS.values() if stored_ds.fewest_slices(problem, int(H200.hbm_bytes / 64)) > 1)
+    rows = tuple(choices(many)[DKDV].of_row.config.items())
+    for score, found in ((Score("softcap", 5.0), True), (Score("alibi", 8), False)):
+        assert (stored_ds_schedule._best(replace(many, score=score), rows, H200) is not None) == found
 
 
 def test_explain_names_the_kernels_and_slices() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from added_terms import add_terms
 
 import fa2tune
 from fa2tune import Score
@@ -113,3 +114,15 @@ def test_explain_and_is_supported_take_it():
     assert found.as_dict() == fa2tune.explain(*given, softcap=2.0).as_dict()
     assert fa2tune.is_supported(*given, score=CAP) and fa2tune.is_supported(*given, score="none")
     assert fa2tune.explain(*tensors(3), cu_seqlens_q=STARTS, score=CAP).problem.score == CAP
+
+
+@pytest.mark.parametrize("used", ["seqused_q", "seqused_k"])
+def test_used_lengths_divide_sequences_whose_numbers_a_term_may_read(
+    monkeypatch: pytest.MonkeyPatch, used: str
+) -> None:
+    add_terms(monkeypatch)
+    q, offsets, lengths = torch.randn(32, 2, 16), torch.tensor([0, 16, 32]).int(), torch.tensor([16, 9]).int()
+    for call in (fa2tune.attention_varlen, fa2tune.explain):
+        with pytest.raises(ValueError, match=r"^score: got alibi with seqused_q or seqused_k"):
+            call(q, q, q, cu_seqlens_q=offsets, score=Score("alibi", 2), **{used: lengths})
+    fa2tune.attention_varlen(q, q, q, offsets, score=Score("softcap", 2.0), **{used: lengths})

@@ -9,10 +9,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from added_terms import add_terms
 
 import fa2tune
 from fa2tune.spec import scorefile, standins
-from fa2tune.spec.score import NONE, Score, checked, for_operator, of_operator, score_of
+from fa2tune.spec.score import NONE, Score, checked, for_operator, of_operator, refuse_numbered, score_of
 
 NAMES = ", ".join(scorefile.names())
 CAP = Score("softcap", 30.0)
@@ -89,3 +90,11 @@ def test_a_file_must_say_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(standins, "run", lambda module, held=held: held)
         with pytest.raises(ValueError, match=r"kernels/scores/none\.py: SCORE is .*must be ScoreHooks\('none'"):
             scorefile.score_named.__wrapped__("none")
+
+
+def test_terms_that_read_numbers_are_refused_where_these_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_terms(monkeypatch)
+    for allowed in (None, "none", Score("softcap", 5.0)):
+        refuse_numbered(allowed, "a DTensor", "heads")
+    with pytest.raises(ValueError, match=r"^score: got alibi with a DTensor, .* allowed are none, softcap"):
+        refuse_numbered(Score("alibi", 8), "a DTensor", "heads")

@@ -19,6 +19,8 @@ from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.search_spaces.sm80 import bwd_fused
+from fa2tune.spec import visits
+from fa2tune.spec.mask import Mask
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, padded_head_dim
 
 KERNEL = "bwd_fused"
@@ -98,6 +100,14 @@ def in_turns(problem: Problem, config: Config, gpu: Gpu) -> tuple[Config, float]
     return {**asked, "HEADS_PER_WAVE": band}, speed
 
 
+@lru_cache(maxsize=1024)
+def _tiles_follow(mask: Mask, seqlen_q: int, seqlen_k: int, keys: int, step: int) -> bool:
+    """Whether each key tile begins and ends at the queries of the tile before it or later ones, so that this one has added to
+    all blocks for whose turn the tile waits."""
+    seen = visits.queries_of_tiles(mask, seqlen_q, seqlen_k, keys, step)
+    return all((side[1:] >= side[:-1]).all() for side in (seen.begin, seen.end))
+
+
 def other_form(choice: Choice) -> Choice | None:
     """Of one of both forms the other, which serves calls of another batch, heads and lengths; None: it is neither."""
     free = registry.in_any_order(choice.variant)
@@ -118,6 +128,9 @@ def instead_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
     if form is None:
         return None
     config, speed = in_turns(problem, free.config, gpu)
+    tiles = config["BLOCK_N"], config["BLOCK_M"]
+    if not _tiles_follow(problem.mask, problem.seqlen_q, problem.seqlen_k, *tiles):
+        speed = 0.0
     parts = group_parts_schedule.parts_of(problem, KERNEL, free, gpu)
     buffers, by_buffers = buffers_of(group_parts.split(problem, parts), free.config, gpu)
     if speed >= BUFFERS_REACH * by_buffers:

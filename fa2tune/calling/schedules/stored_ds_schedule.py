@@ -90,9 +90,9 @@ def configs(problem: Problem, row: Config) -> list[Config]:
 @lru_cache(maxsize=1024)
 def _best(problem: Problem, row: tuple[tuple[str, object], ...], gpu: Gpu) -> tuple[float, Config] | None:
     """(Estimated microseconds, config) of the fastest; None: dS of a single key head takes too much memory, or the call too
-    many slices."""
+    many slices, or several for a score term that reads which head or sequence it is."""
     count = stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * MOST_MEMORY))
-    if not 1 <= count <= MOST_SLICES:
+    if not 1 <= count <= (1 if problem.score.numbered else MOST_SLICES):
         return None
     found = [{**config, "SLICES": count} for config in configs(problem, dict(row))]
     return min(((stored_us(problem, config, gpu), config) for config in found), key=lambda one: one[0], default=None)
