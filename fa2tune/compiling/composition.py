@@ -23,7 +23,7 @@ STATED = ("serves", "role", "ordered_form_of")
 #: for. (The kernels before and after are followed on their own.)
 NOT_CODE = {
     "Variant": (*STATED, "space", "min_arch", "max_arch", "fitted", "suited", "before", "after"),
-    "ScoreHooks": ("transformed",),
+    "ScoreHooks": ("transformed", "numbered"),
     "MaskHooks": ("visible", "row_mask", "pairs", "fitted", "text"),
 }
 

@@ -147,8 +147,9 @@ class Renewal:
                 state = "" if machine_code.agree(digest, str(part.binary_hash)) else OTHER_CODE
             if state:
                 return RenewalResult(row, state, f"its {part.key.kernel} {why}".rstrip() if whole else why)
-            if not whole and not machine_code.known(part.binary_hash):  # what was measured stays
-                new = replace(new, binary_hash=digest)
+            if not whole:
+                held = str(part.binary_hash)
+                new = replace(new, binary_hash=machine_code.kept(held, digest) if machine_code.known(held) else digest)
         if self.check:
             return RenewalResult(row, SAME_CODE)
         return RenewalResult(row, HASH_ADDED if new.kernel_hash == row.kernel_hash else RENEWED, new=new)

@@ -43,6 +43,11 @@ def agree(one: str, other: str) -> bool:
     return any(one[start:][:_PART] == other[start:][:_PART] for start in (len(FORMAT), len(FORMAT) + _PART))
 
 
+def kept(held: str, now: str) -> str:
+    """The hash of a row that agrees with today's: its PTX is what to compare with from now on, its code what was measured."""
+    return now[: len(FORMAT) + _PART] + held[len(FORMAT) + _PART :]
+
+
 def arch_of(row: Row) -> int:
     """Compute capability of the code that a row rests on: of a ported one not its GPU's."""
     return ported.CODE if row.obtained == PORTED else row.key.arch
