@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain
 
-from fa2tune.calling.defaults import better_default, portable_default, portable_is_faster, small_tiles
+from fa2tune.calling.defaults import better_default, portable_default, small_tiles
 from fa2tune.calling.kinds import Kind, kind_of, kinds_in_turn, kinds_of, other_kind
 from fa2tune.calling.schedules import (
     few_split_schedule,
@@ -182,7 +182,7 @@ class Chooser:
         """Why a kernel's row cannot serve, where those of a kind are asked for."""
         if (other := other_kind(row, kind)) is not None:
             return other
-        if kind_of(row.implementation) is True and portable_is_faster(row.key.kernel, self.problem):
+        if kind_of(row.implementation) is True and forward_schedule.portable_is_faster(row.key.kernel, self.problem):
             return f"portable kernels were measured to be faster with {self.problem.score.kind}"
         # measurements stand behind that default (see fa2tune.calling.defaults), none behind the prediction
         predicted_portable = row.obtained == PREDICTED and kind_of(row.implementation) is False

@@ -18,13 +18,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from fa2tune.calling.schedules.forward_schedule import portable_is_faster
 from fa2tune.compiling import limits, registry
 from fa2tune.compiling.registry import implementations, variants_of
 from fa2tune.compiling.support import supports
 from fa2tune.gpus import Gpu
-from fa2tune.spec.maskfile import mask_named
 from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
-from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import WARP_SPECIALIZED
 
 #: Kernel -> the least padded head dim (the larger of both) from which the warp-specialised default serves
@@ -82,16 +81,6 @@ def sm80_default(kernel: str, problem: Problem, gpu: Gpu) -> Config | None:
         return None
     config = variant.space.default(spec, gpu.arch)
     return None if limits.before_compile(variant, spec, config, gpu) else config
-
-
-def portable_is_faster(kernel: str, problem: Problem) -> bool:
-    """Whether the portable kernel was measured to be faster than a warp-specialised one that computes the call, too: forwards
-    with a score term, whose instructions take longer than the products, of up to 64 columns, and in windows of wide heads
-    (docs/experiments/forward.md)."""
-    if kernel != "fwd" or problem.score == NONE:
-        return False
-    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    return width <= 64 or (width > 128 and mask_named(problem.mask.name).left)
 
 
 def better_default(kernel: str, problem: Problem, gpu: Gpu) -> Config | None:

@@ -19,7 +19,8 @@ from fa2tune.calling.schedules.tile_order import TILE_ORDERS, busiest, columns_o
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import SPACE, suited, without_norms
 from fa2tune.spec import visits
-from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.maskfile import mask_named
+from fa2tune.spec.problem import Config, Problem, padded_head_dim
 from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant
 
@@ -112,6 +113,16 @@ def of_like_work(problem: Problem, served: Row, others: Iterable[Row]) -> Row:
         return abs(math.log(max(1.0, row.key.workload().keys_seen) / max(1.0, problem.keys_seen)))
 
     return min((served, *others), key=distance)
+
+
+def portable_is_faster(kernel: str, problem: Problem) -> bool:
+    """Whether the portable kernel was measured to be faster than a warp-specialised one that computes the call, too: forwards
+    with a score term, whose instructions take longer than the products, of up to 64 columns, and in windows of wide heads
+    (docs/experiments/forward.md)."""
+    if kernel != "fwd" or problem.score == NONE:
+        return False
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    return width <= 64 or (width > 128 and mask_named(problem.mask.name).left)
 
 
 def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) -> tuple[Row, Config]:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from fa2tune.calling.defaults import portable_is_faster
-from fa2tune.calling.schedules import few_tiles, key_splits_schedule, tile_order, window_schedule
+from fa2tune.calling.schedules import few_tiles, forward_schedule, key_splits_schedule, tile_order, window_schedule
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import grouped_tiles, is_grouped, kernels, space_of, splitting
 from fa2tune.rows.row import Row
@@ -141,7 +140,7 @@ def asked(problem: Problem, gpu: Gpu) -> bool:
         and not problem.is_empty
         and problem.group > 1
         and not problem.extent.ragged
-        and not portable_is_faster("fwd", problem)
+        and not forward_schedule.portable_is_faster("fwd", problem)
         and problem.seqlen_q >= LEAST_QUERIES
         and rows <= most * few_tiles.FULL_TILE * gpu.sm_count
     )

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from fa2tune.calling.defaults import portable_is_faster
 from fa2tune.calling.schedules import few_tiles, forward_schedule, tile_order
 from fa2tune.calling.schedules.few_tiles import FULL_TILE
 from fa2tune.compiling.registry import variant_of
@@ -229,7 +228,7 @@ def candidates(problem: Problem, arch: int) -> Iterator[Config]:
 def hopper_candidates(problem: Problem, arch: int) -> Iterator[Config]:
     """The same of the warp-specialised one."""
     spec = problem.specialization
-    if portable_is_faster("fwd", problem) or (space := space_of(problem, arch, FWD_SPLIT)) is None:
+    if forward_schedule.portable_is_faster("fwd", problem) or (space := space_of(problem, arch, FWD_SPLIT)) is None:
         return
     for rows in space.tiles(spec, arch):
         yield from _splits(problem, rows * problem.group, 2, partial(space.config_of, spec, rows))
