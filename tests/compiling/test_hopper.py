@@ -27,7 +27,7 @@ from fa2tune.search_spaces.sm90 import bwd_fused, fwd
 from fa2tune.spec.extent import DENSE, PACKED, RAGGED
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import BACKWARD, KERNELS, Config, Problem, Specialization, padded_head_dim
-from fa2tune.spec.variant import WARP_SPECIALIZED, WINDOW, Variant
+from fa2tune.spec.variant import SCORE, WARP_SPECIALIZED, WINDOW, Variant
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -238,8 +238,8 @@ def test_it_is_described_so_that_it_binds(variant: Variant) -> None:
     for config in legal(variant, spec)[::97]:
         assert variant.programs(problem, config, 132) >= 1
         values = compiler.constexprs(variant, spec, config)
-        # compiled in: neither mask is bounded on the left, and no sequences are packed
-        fixed = {*WINDOW, *PACKED} & set(variant.parameters)
+        # compiled in: neither mask is bounded on the left, there is no score term, and no sequences are packed
+        fixed = {*WINDOW, *SCORE, *PACKED} & set(variant.parameters)
         described = compiler.described(variant, spec, config)
         absent = set(variant.descriptors) - set(described)  # of a second part of a head dim: 128 has one
         assert absent == set(variant.rest_of)
