@@ -84,7 +84,8 @@ def test_the_step_to_an_a100_is_held_to_what_was_published_for_both_gpus() -> No
 
 
 def test_one_level_of_head_dim_64_holds_at_128() -> None:
-    """Within 5 % but for one cell of ten; and by it 65 % of an A100's 312 TFLOP/s forward, 55 % backward, are expected at 128, full, 8k."""
+    """Within 5 % but for one cell of ten; and by it 65 % of an A100's 312 TFLOP/s forward, 55 % backward, are expected at 128,
+    full, 8k."""
     published = script("sm80_published")
     record = json.loads(published.RECORD.read_text(encoding="utf-8"))
     calls = published.recorded()
