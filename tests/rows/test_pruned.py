@@ -16,7 +16,8 @@ from fa2tune.tuning.search.failures import BLAMELESS, FAULTS
 from fa2tune.tuning.search.space import OTHER_FORM, PRUNED
 from fa2tune.tuning.search.status import _WORDS
 
-LIMITS = Path(__file__).parents[2] / "fa2tune" / "compiling" / "limits.py"
+#: Where candidates are refused by name, beside the constraints of search spaces.
+REFUSE = [Path(__file__).parents[2] / "fa2tune" / "compiling" / name for name in ("limits.py", "support.py")]
 #: Words of the code, which say nothing to a reader of a table.
 PRIVATE = {*EVERYWHERE, *IN_PROSE, "whose", "select"}
 
@@ -24,7 +25,7 @@ PRIVATE = {*EVERYWHERE, *IN_PROSE, "whose", "select"}
 def names() -> set[str]:
     """Every name under which this version counts candidates."""
     found = {rule.name for variant in variants().values() for rule in variant.space.constraints}
-    found |= set(re.findall(r'Refusal\(\s*"(\w+)"', LIMITS.read_text()))
+    found |= {name for file in REFUSE for name in re.findall(r'Refusal\(\s*"(\w+)"', file.read_text())}
     return found | FAULTS | BLAMELESS | {word for word, _ in _WORDS} | {PRUNED, OTHER_FORM, "wrong_result"}
 
 
