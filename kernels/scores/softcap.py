@@ -14,16 +14,17 @@ def apply(scores, score, rows, columns, offset, batch, head):
     """As kernels/scores/none.py has it, within 6e-7 of it. The tanh is 1 - 2 / (1 + exp(2 x)), which cancels where x is small;
     there the first terms of the series do. Triton's own tanh is a call into CUDA's library, which its interpreter lacks."""
     first, second = score
-    below = 1.0 + tl.math.exp2(scores * (2.8853900817779268 * first))
+    x = scores * first
+    below = 1.0 + tl.math.exp2(x * 2.8853900817779268)
     # rsqrt of a square: one instruction more than a reciprocal, and three fewer than a division
-    large = second - 2.0 * second * tl.math.rsqrt(below * below)
-    square = scores * scores * (first * first)
+    large = 1.0 - 2.0 * tl.math.rsqrt(below * below)
+    square = x * x
     terms = square * -0.008863235529902197 + 0.021869488536155203
     terms = square * terms - 0.05396825396825397
     terms = square * terms + 0.13333333333333333
     terms = square * terms - 0.3333333333333333
-    small = scores * (1.0 + square * terms)  # first * second is 1
-    return tl.where(square < 0.1225, small, large)
+    small = x + x * square * terms
+    return tl.where(square < 0.1225, small, large) * second
 
 
 @triton.jit

@@ -23,11 +23,10 @@ from fa2tune.spec.score import Score
 
 H200 = gpus.named("h200")
 CAP = Score("softcap", 50.0)
-#: Words of a thread. Without a term the fused kernel spills up to 40, outside of its loops or at their ends. dQ alone at 128
-#: columns, causal, has the most, and in its loop (docs/experiments/forward.md).
-MOST_SPILLS = 64
+#: Words of a thread. Without a term the fused kernel spills up to 40, outside of its loops or at their ends.
+MOST_SPILLS = 44
 #: Bytes that a warp's threads spill and load again in a trip of any loop: a few words each.
-MOST_IN_LOOPS = 8192
+MOST_IN_LOOPS = 2048
 
 
 class Case(NamedTuple):
