@@ -65,6 +65,11 @@ def _pool() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"))
 
 
+def asked_of(variant: Variant, spec: Specialization, config: Config) -> Asked:
+    """The binary of a config."""
+    return variant.name, spec, tuple(sorted(compiler.binary_config(variant, config).items()))
+
+
 def chosen(request: pytest.FixtureRequest, parameter: str = "case") -> list[Any]:
     """The cases of this file whose tests run, each once, in their order. Those of the others need no binaries."""
     found: list[Any] = []

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
+from fa2tune.spec.score import refuse_numbered
+
 Called = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 #: Layout -> dimension that may be divided -> (what it is, which dimension of lse that is).
 DIVIDED: Mapping[str, Mapping[int, tuple[str, int]]] = {
     "bhsd": {0: ("batches", 0), 1: ("heads", 1)}, "bshd": {0: ("batches", 0), 2: ("heads", 1)}, "packed": {1: ("heads", 0)},
 }  # fmt: skip
-
-
-DIVIDES = "a DTensor", "batches or heads"  #: as ``score.refuse_numbered`` says it
 
 
 def given(*tensors: Any) -> bool:
@@ -51,12 +50,14 @@ def rows_of_batches(name: str, tensor: Any, q: Any) -> Any:
     return rows
 
 
-def local_parts(q: Any, k: Any, v: Any, layout: Any) -> tuple[torch.Tensor, ...]:
-    """This rank's q, k and v; what is no DTensor as it is. ``layout``: of ``DIVIDED``.
+def local_parts(q: Any, k: Any, v: Any, layout: Any, score: Any) -> tuple[torch.Tensor, ...]:
+    """This rank's q, k and v; what is no DTensor as it is. ``layout``: of ``DIVIDED``; ``score``: the call's.
 
-    TypeError, ValueError: placements or meshes differ, or they divide another dimension or a size that is no multiple."""
+    TypeError, ValueError: placements or meshes differ, or they divide another dimension or a size that is no multiple, or the
+    score term reads numbers that a rank counts anew."""
     if not given(q, k, v):
         return q, k, v
+    refuse_numbered(score, "a DTensor", "batches or heads")
     from torch.distributed.tensor import DTensor
 
     tensors = {"q": q, "k": k, "v": v}
@@ -99,11 +100,13 @@ def _ranks(q: Any, allowed: Mapping[int, tuple[str, int]]) -> dict[int, int]:
     return ranks
 
 
-def by_parts(call: Callable[..., Called], q: Any, k: Any, v: Any, layout: str, rest: tuple[Any, ...]) -> Called:
+def by_parts(
+    call: Callable[..., Called], q: Any, k: Any, v: Any, layout: str, rest: tuple[Any, ...], score: Any
+) -> Called:  # fmt: skip
     """``call(q, k, v, *rest)`` of this rank's part, as DTensors placed as q. Errors: as ``local_parts``."""
     from torch.distributed.tensor import DTensor, Shard
 
-    result = call(*local_parts(q, k, v, layout), *rest)
+    result = call(*local_parts(q, k, v, layout, score), *rest)
     mesh, placements = q.device_mesh, q.placements
     if isinstance(result, torch.Tensor):
         return DTensor.from_local(result, mesh, placements, run_check=False)

@@ -23,7 +23,7 @@ from fa2tune.spec import score as scores
 from fa2tune.spec.combinations import TRANSFORMS
 from fa2tune.spec.mask import Mask, Window, for_operator, mask_of, of_operator
 from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
-from fa2tune.spec.score import NO_VALUE, Score, refuse_numbered, score_of
+from fa2tune.spec.score import NO_VALUE, Score, score_of
 from fa2tune.spec.score import of_operator as score_of_operator
 
 Layout = Literal["bhsd", "bshd"]
@@ -189,9 +189,7 @@ def checked(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(batch, heads, seqlen, dim) tensors as a call would pass them on, or the error that it would raise. Under autocast they
     have the shape and dtype that a launch gets, not the values."""
-    if distributed.given(q, k, v):
-        refuse_numbered(score, *distributed.DIVIDES)
-    q, k, v = as_cast(*distributed.local_parts(q, k, v, layout))
+    q, k, v = as_cast(*distributed.local_parts(q, k, v, layout, score))
     check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap, score)
     return _bhsd(q, k, v, layout)
 
@@ -225,9 +223,8 @@ def _general(
 ) -> torch.Tensor | Pair:  # fmt: skip
     """The path through the operators."""
     if distributed.given(q, k, v):
-        refuse_numbered(score, *distributed.DIVIDES)
         call = (causal, softmax_scale, layout, return_lse, deterministic, window, mask, softcap, score)
-        return distributed.by_parts(_general, q, k, v, layout, call)
+        return distributed.by_parts(_general, q, k, v, layout, call, score)
     if not compiling():
         refuse_transforms(q, k, v)
     q, k, v = autocast(q, k, v)

@@ -220,11 +220,9 @@ def checked(
     cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     if parts > 1:
         refuse_numbered(score, *used_lengths.DIVIDES)
-    if distributed.given(q, k, v):
-        refuse_numbered(score, *distributed.DIVIDES)
     cu_seqlens_q = distributed.whole("cu_seqlens_q", cu_seqlens_q)
     keys = cu_seqlens_q if cu_seqlens_k is None else distributed.whole("cu_seqlens_k", cu_seqlens_k)
-    q, k, v = ops.as_cast(*distributed.local_parts(q, k, v, "packed"))
+    q, k, v = ops.as_cast(*distributed.local_parts(q, k, v, "packed", score))
     _check(q, k, v, cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap, score)
     return *_views(q, k, v), _extent(cu_seqlens_q, _longest(max_seqlen_q, max_seqlen_k), parts)
 
@@ -239,10 +237,9 @@ def _general(
     cu_seqlens_q = distributed.whole("cu_seqlens_q", cu_seqlens_q)
     cu_seqlens_k = distributed.whole("cu_seqlens_k", cu_seqlens_k)
     if distributed.given(q, k, v):
-        refuse_numbered(score, *distributed.DIVIDES)
         sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, order, return_lse)
         call = (causal, softmax_scale, deterministic, window, mask, softcap, score)
-        return distributed.by_parts(_general, q, k, v, "packed", sides + call)
+        return distributed.by_parts(_general, q, k, v, "packed", sides + call, score)
     if not ops.compiling():
         ops.refuse_transforms(q, k, v)
     q, k, v = ops.autocast(q, k, v)

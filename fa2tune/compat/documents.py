@@ -184,7 +184,7 @@ def by_numbers(
             _check(call, k, v, numbers, q.shape[0])
             return by_numbers(call, here_q, here_k, here_v, _rows(call, numbers, q), at_last_token, **options)
 
-        divided: Any = by_parts(part, q, k, v, "bshd", ())
+        divided: Any = by_parts(part, q, k, v, "bshd", (), options.get("score"))
         return divided
     if given(numbers):
         numbers = _remembered(numbers, "whole", lambda: whole(f"{call}: attention_mask", numbers))

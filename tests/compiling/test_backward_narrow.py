@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from hopper_builds import TESTED, Asked, Built, builder, chosen, written_under_way
+from hopper_builds import TESTED, Asked, Built, asked_of, builder, chosen, written_under_way
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
     @property
     def asked(self) -> Asked:
-        return FUSED.name, self.spec, tuple(sorted(compiler.binary_config(FUSED, self.config).items()))
+        return asked_of(FUSED, self.spec, self.config)
 
 
 CASES = [

@@ -4,13 +4,13 @@ code. What they compute: tests/launching/test_backward_scores_in_python.py."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 from added_terms import add_terms
-from hopper_builds import TESTED, Asked, Built, builder, chosen, written_under_way
+from hopper_builds import TESTED, Asked, Built, asked_of, written_under_way
 
 from fa2tune import gpus
 from fa2tune.calling import choosing
@@ -48,7 +48,7 @@ class Case(NamedTuple):
     @property
     def asked(self) -> Asked:
         variant = registry.variant_named(f"sm90/{self.kernel}")
-        return variant.name, self.spec, tuple(sorted(compiler.binary_config(variant, self.config).items()))
+        return asked_of(variant, self.spec, self.config)
 
 
 CONCATENATED = (("EXPONENTIALS_FIRST", False), ("ORDER", "together"), ("REDUCE", "vector"), ("num_warps", 8))
@@ -61,12 +61,6 @@ CASES = [
     Case("bwd_dq", 128, "band"), Case("bwd_dkdv", 128, "full", extent=RAGGED),
     Case("bwd_dkdv_ds", 256, "causal"), Case("bwd_dq_split", 256, "causal"), Case("bwd_one_tile", 64, "causal"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Asked], Built]]:
-    with builder([case.asked for case in chosen(request)]) as build:
-        yield build
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from hopper_builds import TESTED, Asked, Built, builder, chosen
+from hopper_builds import TESTED, Asked, Built, asked_of, builder, chosen
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
@@ -25,7 +25,7 @@ every = pytest.mark.parametrize("case", CASES, ids=str)
 
 def asked(case: tuple[tuple[int, int], str, int, int]) -> Asked:
     spec = Specialization("bf16", *case[0], case[1])
-    return SPLIT.name, spec, tuple(sorted(compiler.binary_config(SPLIT, bwd_dq_split.config_of(spec, 2)).items()))
+    return asked_of(SPLIT, spec, bwd_dq_split.config_of(spec, 2))
 
 
 @pytest.fixture(scope="module")

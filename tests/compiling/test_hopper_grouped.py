@@ -4,13 +4,13 @@ its loops and its copies, read off its machine code. What it computes: tests/lau
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from hopper_builds import Asked, Built, builder, check_limits, check_loops_do_not_spill, chosen
+from hopper_builds import Asked, Built, asked_of, check_limits, check_loops_do_not_spill
 
-from fa2tune.compiling import compiler, registry
+from fa2tune.compiling import registry
 from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.spec.extent import DENSE, RAGGED
 from fa2tune.spec.problem import Config, Specialization
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
     @property
     def asked(self) -> Asked:
-        return GROUPED.name, self.spec, tuple(sorted(compiler.binary_config(GROUPED, self.config).items()))
+        return asked_of(GROUPED, self.spec, self.config)
 
 
 CASES = [
@@ -45,12 +45,6 @@ CASES = [
     Case((128, 128), "band", 64, 64, 4, RAGGED), Case((96, 96), "causal", 128, 64, 4, RAGGED),
     Case((64, 64), "causal", 64, 64, 8, RAGGED), Case((256, 256), "full", 128, 64, 2, RAGGED),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Asked], Built]]:
-    with builder([case.asked for case in chosen(request)]) as build:
-        yield build
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

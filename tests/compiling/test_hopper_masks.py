@@ -11,11 +11,11 @@ from types import FunctionType
 from typing import Any
 
 import pytest
-from hopper_builds import Asked, Built, builder, chosen
+from hopper_builds import Asked, Built, asked_of, builder, chosen
 from test_mask_hooks import GLUON, MASKS, hook
 
 from fa2tune import gpus
-from fa2tune.compiling import compiler, limits, registry
+from fa2tune.compiling import limits, registry
 from fa2tune.spec import maskfile
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.problem import Specialization
@@ -34,7 +34,7 @@ def asked(name: str, dim: int, changes: dict[str, Any], mask: str) -> Asked:
     variant, spec = registry.variant_named(name), Specialization("bf16", dim, dim, mask)
     config = {**variant.space.default(spec, 90), **changes}
     assert limits.before_compile(variant, spec, config, H200) is None
-    return name, spec, tuple(sorted(compiler.binary_config(variant, config).items()))
+    return asked_of(variant, spec, config)
 
 
 @pytest.fixture(scope="module")

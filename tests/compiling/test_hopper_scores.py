@@ -3,12 +3,12 @@ they compute: tests/launching/test_hopper_scores_in_python.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 from added_terms import add_terms
-from hopper_builds import Asked, Built, builder, check_limits, chosen
+from hopper_builds import Asked, Built, asked_of, check_limits
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, registry, sass
@@ -43,7 +43,7 @@ class Case(NamedTuple):
     @property
     def asked(self) -> Asked:
         variant = registry.variant_named(f"sm90/{self.kernel}")
-        return variant.name, self.spec, tuple(sorted(compiler.binary_config(variant, self.config).items()))
+        return asked_of(variant, self.spec, self.config)
 
     @property
     def held(self) -> int:
@@ -56,12 +56,6 @@ CASES = [
     Case("fwd_grouped", 128, "causal"), Case("fwd_grouped", 64, "causal", RAGGED),
     Case("fwd_split", 128, "causal"), Case("fwd_split", 64, "full", RAGGED),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Asked], Built]]:
-    with builder([case.asked for case in chosen(request)]) as build:
-        yield build
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -7,7 +7,17 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
-from hopper_builds import TESTED, Asked, Built, builder, check_limits, check_loops_do_not_spill, chosen, of_keys
+from hopper_builds import (
+    TESTED,
+    Asked,
+    Built,
+    asked_of,
+    builder,
+    check_limits,
+    check_loops_do_not_spill,
+    chosen,
+    of_keys,
+)
 
 from fa2tune.compiling import compiler, registry
 from fa2tune.search_spaces.lib.hopper import columns
@@ -34,7 +44,7 @@ class Case(NamedTuple):
 
     @property
     def asked(self) -> Asked:
-        return SPLIT.name, self.spec, tuple(sorted(compiler.binary_config(SPLIT, self.config).items()))
+        return asked_of(SPLIT, self.spec, self.config)
 
     @property
     def whole(self) -> Asked:
@@ -42,7 +52,7 @@ class Case(NamedTuple):
         alike = {name: value for name, value in self.config.items() if name in WHOLE.space.dimensions}
         config = {**WHOLE.space.default(self.spec, 90), **alike, "IN_PARTS": "none", "Q_STAGES": 1, "STAGES": 2}
         assert WHOLE.space.broken(config, self.spec, 90) is None
-        return WHOLE.name, self.spec, tuple(sorted(compiler.binary_config(WHOLE, config).items()))
+        return asked_of(WHOLE, self.spec, config)
 
 
 ALIKE = [

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from hopper_builds import TESTED, Asked, Built, builder
+from hopper_builds import TESTED, Asked, Built, asked_of, builder
 
 from fa2tune import gpus
-from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
+from fa2tune.compiling import limits, operandcheck, registry, sass
 from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.search_spaces.sm90 import bwd_one_tile
 from fa2tune.spec.problem import Specialization
@@ -27,7 +27,7 @@ def asked(case: Case) -> Asked:
     dims, mask, _ = case
     spec = Specialization("bf16", *dims, mask)
     config = bwd_one_tile.config_of(spec, 1)
-    return KERNEL.name, spec, tuple(sorted(compiler.binary_config(KERNEL, config).items()))
+    return asked_of(KERNEL, spec, config)
 
 
 @pytest.fixture(scope="module")

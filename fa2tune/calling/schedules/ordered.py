@@ -102,8 +102,8 @@ def in_turns(problem: Problem, config: Config, gpu: Gpu) -> tuple[Config, float]
 
 @lru_cache(maxsize=1024)
 def _tiles_follow(mask: Mask, seqlen_q: int, seqlen_k: int, keys: int, step: int) -> bool:
-    """Whether each key tile begins and ends at the queries of the tile before it or later ones, so that this one has added to
-    all blocks for whose turn the tile waits."""
+    """Whether key tiles begin and end at queries in ascending order. Otherwise a tile may wait for an addition that the tile
+    before it never makes."""
     seen = visits.queries_of_tiles(mask, seqlen_q, seqlen_k, keys, step)
     return all((side[1:] >= side[:-1]).all() for side in (seen.begin, seen.end))
 
