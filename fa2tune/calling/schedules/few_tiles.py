@@ -45,8 +45,8 @@ PACES: dict[TileForm, TilePace] = {
     (192, 128, 0): TilePace((1.46, 2.0, 2.3), (2.58, 3.5)),
 }
 LEAST_COLUMNS = 64  #: fewer were not timed
-#: Up to this head dim parts take as long as columns of padding: at 48 both are 0.98 of what 128 columns are estimated at, in 125
-#: and 101 times.
+#: Up to this head dim parts take as long as columns of padding: of what 128 columns are estimated at 125 times in parts and
+#: 101 padded are 0.98, at 48.
 WHOLE_DIM = 64
 #: Programs that a multiprocessor holds at once -> microseconds of a launch; and what a second Q adds.
 LAUNCH_US, SECOND_Q_US = {1: 3.41, 2: 2.97, 3: 3.01}, 0.48
@@ -84,6 +84,7 @@ LONG_KEYS = 1024
 #: head dim, one of RACED. Such a row stays where calls have more keys than FEW_KEYS and so many tiles, or more than MOST_KEYS;
 #: and with RESCALE "never" and WIDE_COLUMNS of K and V one of any head dim, where calls have so many tiles and more keys than
 #: MOST_KEYS: it took 0.92 to 0.97 of the time of "lazy" in three of three. The constants, fitted to smaller calls, say 1.05.
+#: Not where there is a third stage: that took 0.89 and 0.93 of the time of "never" in two of two.
 MARGIN, MANY_MARGIN, OWN_MARGIN, WIDE_COLUMNS = 0.03, 0.05, 0.1, 384
 RACED = (64, 128, 256)  #: head dims whose rows stand on hundreds of trials, at each length
 MOST_TILES, FULL_TILE, FEW_KEYS, MOST_KEYS = 8, 128, 1024, 4096
@@ -189,9 +190,9 @@ def margin(problem: Problem, row: Row, sm_count: int) -> float | None:
     if own and problem.seqlen_k > (MOST_KEYS if few else FEW_KEYS):
         return None
     wide = columns(problem, row.config) >= WIDE_COLUMNS
-    if row.config["RESCALE"] == "never" and wide and not few and problem.seqlen_k > MOST_KEYS:
-        if third_stage(problem.specialization, SPACE.completed(row.config)) is None:
-            return None
+    timed = row.config["RESCALE"] == "never" and wide and not few and problem.seqlen_k > MOST_KEYS
+    if timed and third_stage(problem.specialization, SPACE.completed(row.config)) is None:
+        return None
     return MARGIN if few else OWN_MARGIN if own else MANY_MARGIN
 
 
