@@ -6,12 +6,13 @@
     python benchmarks/dense_forwards.py --table dense_forwards.json                         # a file, as text
 
 RECORD: drawings of benchmarks/random_calls.py (benchmarks/calls/random_calls_6.json.gz). Of their forwards, those below BEHIND
-of a peer. Candidates are what serves; the row's config, and one config for each tile of few_tiles.PACES, "lazy" and, of LONG
-keys, "never"; the estimated best tiles of several heads, of each size; the estimated best split of keys where queries are few,
-and the Hopper one where tiles are. With --wide: of calls with V in parts above 128, 128 x 64 tiles with and without turns and
-Q in registers, and with a third stage where O has room of its own, which the search space leaves out. Each result is compared
-with float32 arithmetic; a wrong one is not timed, and said. Each candidate is a CUDA graph; replays are interleaved; the file
-holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute capability 9.0.
+of a peer, and with --dim those of a head dim. Candidates are what serves and the row's config in its place; one config for each
+tile of few_tiles.PACES, "lazy" and, of LONG keys, "never"; a third stage; the estimated best tiles of several heads, of each
+size; the estimated best split of keys where queries are few, and the Hopper one where tiles are. With --wide: of calls with V
+in parts above 128, 128 x 64 tiles with and without turns and Q in registers, and with a third stage where O has room of its
+own, which the search space leaves out. Each result is compared with float32 arithmetic; a wrong one is not timed, and said.
+Each candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in microseconds a call, and what
+was recorded. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from fa2tune.compiling.registry import variant_named
 from fa2tune.fleet.precompile import BinaryJob
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
-from fa2tune.search_spaces.sm90.fwd import of_tiles
+from fa2tune.search_spaces.sm90.fwd import of_tiles, third_stage
 from fa2tune.spec.problem import Config, Problem, head_dim_parts
 from fa2tune.spec.score import NONE
 
@@ -61,9 +62,9 @@ def is_wide(problem: Problem) -> bool:
 
 
 def calls(
-    records: tuple[Path, ...], every: int | None, wide: bool = False
+    records: tuple[Path, ...], every: int | None, wide: bool = False, dims: tuple[int, ...] = ()
 ) -> dict[str, tuple[Problem, Mapping[str, float]]]:
-    """Name -> (call, recorded microseconds), of the forwards behind a peer, or of every so many-th."""
+    """Name -> (call, recorded microseconds), of the forwards behind a peer, or of every so many-th; of these head dims."""
     found = {}
     for path in records:
         record = json.loads(gzip.decompress(path.read_bytes()))
@@ -71,6 +72,7 @@ def calls(
         for place, (name, call) in enumerate(pair for run in runs for pair in run["calls"].items()):
             run = call.get("fwd", {})
             taken = run.get("ratio", 1.0) < BEHIND if every is None else place % every == 0
+            taken &= not dims or call["head_dim"] in dims
             if "us" in run and taken and (is_wide(posed(call)) or not wide):
                 found[f"{path.name.split('.')[0].removeprefix('random_calls')} {place} {name}"] = posed(call), run["us"]
     return found
@@ -104,6 +106,8 @@ def candidates(problem: Problem, gpu: Gpu, wide: bool = False) -> dict[str, Conf
     spec, space = problem.specialization, variant_named("sm90/fwd").space
     row = choosing.choose(problem, "fwd", gpu, True)
     made = [row.config, *(of_tiles(spec, *form) for form in few_tiles.PACES)]
+    made += [third for config in made[1:] if (third := third_stage(spec, config)) is not None]
+    made += [dict(row.otherwise)] if row.otherwise is not None else []
     if problem.seqlen_k >= LONG:
         made += [{**config, "RESCALE": "never"} for config in made if "RESCALE" in config]
     if "RESCALE" in row.config:
@@ -176,6 +180,7 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.argument("records", nargs=-1, type=click.Path(exists=True, path_type=Path))
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
 @click.option("--every", type=int, help="Every so many-th call, behind a peer or not.")
+@click.option("--dim", "dims", type=int, multiple=True, help="Only calls of this head dim.")
 @click.option("--wide", is_flag=True, help="Only calls of head dims in parts above 128, in forms of 128 x 64 tiles.")
 @click.option(
     "--compile", "compiled", is_flag=True, help="Compile what would be timed on an H200, on all cores; no GPU."
@@ -184,12 +189,12 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
-def main(records: tuple[Path, ...], listed: bool, every: int | None, wide: bool, compiled: bool, share: slice,
-         seconds: float, out: Path | None, shown: Path | None) -> None:  # fmt: skip
+def main(records: tuple[Path, ...], listed: bool, every: int | None, dims: tuple[int, ...], wide: bool, compiled: bool,
+         share: slice, seconds: float, out: Path | None, shown: Path | None) -> None:  # fmt: skip
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
-    wanted = dict(list(calls(records, every, wide).items())[share])
+    wanted = dict(list(calls(records, every, wide, dims).items())[share])
     if listed:
         for name, (problem, _) in wanted.items():
             click.echo(

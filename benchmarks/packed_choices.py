@@ -14,6 +14,8 @@
     python benchmarks/packed_choices.py --drawing 7 --out benchmarks/calls/packed_choices_7.json
     python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 8 --pass bwd     # longer sequences first
     python benchmarks/packed_choices.py --drawing 8 --pass bwd --out benchmarks/calls/packed_choices_8.json
+    python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 9                # one sequence has most tokens
+    python benchmarks/packed_choices.py --drawing 9 --out benchmarks/calls/packed_choices_9.json
     python benchmarks/packed_choices.py --list                                         # what would be timed; no GPU
 
 The calls: those of a drawing, benchmarks/calls/random_packings.json, random_packings_2.json or _3, that CALLS names by their
@@ -30,7 +32,9 @@ of other lengths, and with each kernel started early (``behind_peers``); where o
 too. 6 is BANDS, backward alone, in each number of heads a band. 7 is LONG_ONES, forward alone: few heads, most tokens in one
 sequence, and some in which splitting is expected to lose, with keys in each number of parts
 (``packed_splits_schedule``, whose estimates --list prints). 8 is UNEVEN, backward alone, each with longer sequences first and
-in the order of cu_seqlens: most are expected to gain by the former, and the last ones of each drawing little or nothing.
+in the order of cu_seqlens: most are expected to gain by the former, and the last ones of each drawing little or nothing. 9 is
+DOMINATED, forward alone: one sequence has most tokens, or short ones at head dim 64 without a mask, in the tiles of all rows,
+with norms and without, small ones, and of 192 rows.
 
 Each result is compared with float32 arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each
 candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in microseconds a call, and what the
@@ -75,45 +79,15 @@ from fa2tune.spec.problem import FUSED, Problem, bucket_of
 H200 = gpus.named("h200")
 DRAWINGS = {
     number: Path(__file__).parent / f"calls/random_packings{rest}.json"
-    for number, rest in ((1, ""), (2, "_2"), (3, "_3"), (4, "_4"), (6, "_6"))
+    for number, rest in ((1, ""), *((nth, f"_{nth}") for nth in range(2, 9)))
 }
 #: Of the drawn calls: that lost with few key heads or tokens; and whose choice is to stay, or to pay where sequences are short.
 #: Of the second drawing all whose choice changed, or might have, but for head dims above 128.
 CALLS = {
     1: (8, 3, 9, 5, 6, 1, 16, 13),
-    2: (
-        38,
-        31,
-        5,
-        22,
-        58,
-        26,
-        19,
-        10,
-        16,
-        87,
-        69,
-        42,
-        9,
-        68,
-        46,
-        89,
-        7,
-        24,
-        17,
-        11,
-        36,
-        60,
-        73,
-        13,
-        83,
-        66,
-        25,
-        95,
-        97,
-    ),
+    2: (38, 31, 5, 22, 58, 26, 19, 10, 16, 87, 69, 42, 9, 68, 46, 89, 7, 24, 17, 11, 36, 60, 73, 13, 83, 66, 25, 95, 97),
     3: (22, 0, 56, 1, 38, 19, 48, 25, 27, 33, 46, 12),
-}
+}  # fmt: skip
 SEVERAL_HEADS = 3  #: the drawing of that kernel
 ALL_TILES = 4  #: that means TILES
 #: Drawing -> calls: in a window; of one length; short or few; and some whose tiles stayed.
@@ -139,6 +113,9 @@ UNEVEN = {
     4: (24, 30, 86, 54, 78),
     6: (7, 96, 50, 74, 6, 63, 16, 67),
 }
+ONE_LONG = 9  #: that means DOMINATED
+#: Drawing -> calls one of whose sequences has most rows, and, at 64 without a mask, calls that small tiles may suit.
+DOMINATED = {8: (28, 14, 79), 6: (89,), 5: (29, 32), 3: (40,), 2: (56, 16), 7: (49,)}
 MOST_FORMS = 8  #: of a call of BEHIND
 #: What makes the loop of a backward, by which rows of other lengths differ.
 LOOP = ("BLOCK_M", "REDUCE", "ORDER", "EXPONENTIALS_FIRST", "num_warps")
@@ -164,7 +141,7 @@ def packings(drawing: int = 1) -> dict[str, tuple[Packing, Mapping[str, Any]]]:
     """Name -> (packing, what was recorded when it was drawn)."""
     found: dict[str, tuple[Packing, Mapping[str, Any]]] = {}
     several = {ALL_TILES: TILES, BEHIND_PEERS: BEHIND, OTHER_BANDS: BANDS, KEYS_IN_PARTS: LONG_ONES,
-               LONGER_FIRST: UNEVEN}  # fmt: skip
+               LONGER_FIRST: UNEVEN, ONE_LONG: DOMINATED}  # fmt: skip
     for which, calls in several.get(drawing, {drawing: CALLS.get(drawing, ())}).items():
         drawn = json.loads(DRAWINGS[which].read_text("utf-8"))["calls"]
         for name in sorted(drawn, key=lambda one: calls.index(n) if (n := int(one.split()[0])) in calls else -1):
@@ -221,16 +198,31 @@ def several_heads(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]
     yield "chosen", chosen, 1
 
 
+def of_192_rows(problem: Problem, row: Choice) -> Iterator[tuple[str, Choice, int]]:
+    """Tiles that no packed call is offered."""
+    for how in ("lazy", "never"):
+        config = {**fwd.of_tiles(problem.specialization, 192, 64, 0), "RESCALE": how}
+        if fwd.SPACE.broken(config, problem.specialization, H200.arch) is None:
+            yield f"192 x 64, {how}", replace(row, config=config), 1
+
+
+def with_maxima(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
+    """What may serve a forward, with norms and without, tiles of 192 rows, and what does."""
+    *tuned, chosen = forwards(chooser)
+    yield from tuned
+    for name, choice, parts in tuned:
+        yield f"{name}, lazy", replace(choice, config=fwd.without_norms(choice.config)), parts
+    yield from of_192_rows(chooser.problem, tuned[0][1])
+    yield chosen
+
+
 def tiles(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
     """What may serve a forward, and what does."""
     problem, chosen = chooser.problem, chooser.choose("fwd")
     *tuned, _ = forwards(chooser)
     yield from tuned
     if problem.mask.measured and problem.seqlen_k >= LONG * problem.extent.given:
-        for how in ("lazy", "never"):
-            config = {**fwd.of_tiles(problem.specialization, 192, 64, 0), "RESCALE": how}
-            if fwd.SPACE.broken(config, problem.specialization, chooser.gpu.arch) is None:
-                yield f"192 x 64, {how}", replace(tuned[0][1], config=config), 1
+        yield from of_192_rows(problem, tuned[0][1])
     if (heads := chosen.config["HEADS_PER_WAVE"]) != 0:
         for name, choice, _ in tuned:
             yield (
@@ -378,6 +370,8 @@ def candidates(problem: Problem, gpu: gpus.Gpu, drawing: int = 1, only: str = ""
         return {"fwd": _distinct(several_heads(chooser)), "bwd": {}}
     if drawing == ALL_TILES:
         return {"fwd": _distinct(tiles(chooser)), "bwd": {}}
+    if drawing == ONE_LONG:
+        return {"fwd": _distinct(with_maxima(chooser)), "bwd": {}}
     if drawing == KEYS_IN_PARTS:
         return {"fwd": _distinct(parts_of_keys(chooser)), "bwd": {}}
     if drawing == BEHIND_PEERS:
@@ -461,7 +455,7 @@ def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
-@click.option("--drawing", type=click.IntRange(1, 8), default=1, show_default=True)
+@click.option("--drawing", type=click.IntRange(1, 9), default=1, show_default=True)
 @click.option("--pass", "pass_", type=click.Choice(["fwd", "bwd"]), help="Of this pass alone.  [default: both]")
 @side_by_side.share_option
 @click.option("--seconds", type=float, default=math.inf, help="Begins no call after so long.")

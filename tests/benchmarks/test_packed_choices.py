@@ -33,6 +33,10 @@ def test_the_calls_are_those_that_were_drawn() -> None:
     assert [int(name.split()[0]) for name in long] == [n for numbers in choices.LONG_ONES.values() for n in numbers]
     uneven = choices.packings(choices.LONGER_FIRST)
     assert [int(name.split()[0]) for name in uneven] == [n for numbers in choices.UNEVEN.values() for n in numbers]
+    dominated = choices.packings(choices.ONE_LONG)
+    assert [int(name.split()[0]) for name in dominated] == [
+        n for numbers in choices.DOMINATED.values() for n in numbers
+    ]
     for _, call in behind.values():
         assert call["bwd"]["ratio"] < 0.99
     for name, (packing, call) in {**choices.packings(1), **choices.packings(2)}.items():
@@ -40,12 +44,12 @@ def test_the_calls_are_those_that_were_drawn() -> None:
     assert choices.masks("causal") == CAUSAL and choices.masks("window 7, 0") == Mask("band", 7, 0)
 
 
-@pytest.mark.parametrize("drawing", [1, 2, 4, 7])
+@pytest.mark.parametrize("drawing", [1, 2, 4, 7, 9])
 def test_every_candidate_can_run_and_the_choice_is_one_of_them(drawing: int) -> None:
     for packing, _ in choices.packings(drawing).values():
         problem = choices.posed(packing)
         for pass_, named in choices.candidates(problem, H200, drawing).items():
-            if drawing in (choices.ALL_TILES, choices.KEYS_IN_PARTS) and pass_ == "bwd":
+            if drawing in (choices.ALL_TILES, choices.KEYS_IN_PARTS, choices.ONE_LONG) and pass_ == "bwd":
                 assert not named
                 continue
             assert [name for name in named if name.endswith("chosen")] == list(named)[-1:] and len(named) > 1

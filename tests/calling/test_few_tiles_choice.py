@@ -265,3 +265,67 @@ def test_narrow_rows_cost_small_tiles_more() -> None:
     assert forward_schedule.predicted_us(tuned, at_40, row.config, 132) == pytest.approx(
         row.time_us
     )  # its time has the cost
+
+
+def test_a_third_stage_serves_in_place_of_norms_where_rows_begin_inside_a_sector() -> None:
+    """Of more than 4096 keys and many tiles, where the row with norms stays at other head dims: 1728 and 1933 us in a race."""
+    odd = chosen(described("3 x 32/32 heads, 5433 queries, 5271 keys, head dim 168, causal"))
+    assert (odd.config["RESCALE"], odd.config["STAGES"], odd.config["O_THROUGH"]) == ("lazy", 3, "q")
+    assert odd.row is not None and odd.row.config["RESCALE"] == "never"
+    even = chosen(described("3 x 32/32 heads, 5433 queries, 5271 keys, head dim 176, causal"))
+    assert even.config["RESCALE"] == "never"
+
+
+def raced(name: str) -> Iterator[tuple[Problem, dict[str, float]]]:
+    record = json.loads(gzip.decompress((ROOT / f"benchmarks/calls/{name}.json.gz").read_bytes()))
+    yield from ((described(call["call"]), call["us"]) for call in record["calls"].values())
+
+
+def test_q_read_from_shared_memory_costs_what_it_took_in_races() -> None:
+    """Where V is narrower: forms that differ in that, and in whether groups take turns."""
+    kept, read = "{} both 0 0 own in turn Q kept numbered", "{} both 0 0 own"
+    (us, asked) = next((us, asked) for asked, us in raced("dense_forwards_9") if asked.head_dim == 200)
+    config = fwd.of_tiles(asked.specialization, 128, 64, 0)
+    assert few_tiles.q_read_cost(asked.specialization, config) == 1.0
+    cost = few_tiles.q_read_cost(asked.specialization, {**config, "Q_IN_REGISTERS": False})
+    tiles = "128 64 1 3 lazy"
+    assert cost == pytest.approx(us[read.format(tiles)] / us[kept.format(tiles)], abs=0.05)
+    square = fwd.of_tiles(Specialization("bf16", 192, 192, "full"), 128, 64, 0)
+    assert few_tiles.q_read_cost(Specialization("bf16", 192, 192, "full"), {**square, "Q_IN_REGISTERS": False}) == 1.0
+    for call in ("3 x 16/16 heads, 2603 queries, 2603 keys, head dim 256/80, full",
+                 "16 x 18/18 heads, 2311 queries, 2311 keys, head dim 208/96, full"):  # fmt: skip
+        choice = chosen(described(call))
+        assert choice.config["Q_IN_REGISTERS"] and choice.otherwise is not None
+        assert not choice.otherwise["Q_IN_REGISTERS"]
+    assert not chosen(described("26 x 5/5 heads, 80 queries, 80 keys, head dim 224/88, causal")).few_tiles
+
+
+def test_parts_of_narrow_head_dims_take_as_long_as_padding() -> None:
+    """In races at head dim 48; the same forms with 32 columns less were expected to take a tenth less."""
+    asked = problem(48, FULL, seqlen_q=2100, seqlen_k=2100)
+    whole = {**fwd.of_tiles(asked.specialization, 192, 64, 0), "IN_PARTS": "none"}
+    times = [few_tiles.expected_us(asked, {**whole, "IN_PARTS": parts}, 132) for parts in ("none", "both")]
+    assert times[0] == times[1]
+    found: dict[str, list[float]] = {"none": [], "both": []}
+    for name in ("dense_forwards_9", "dense_forwards_10"):
+        for call, us in raced(name):
+            for label, time in us.items() if call.head_dim == 48 else ():
+                form = re.match(r"(\d+) (\d+) 1 3 (lazy|never) (none|both) (\d) (\d+) own", label)
+                if form is not None:
+                    rows, keys, rescale, parts, wave, maxnreg = form.groups()
+                    config = {**fwd.of_tiles(call.specialization, int(rows), int(keys), int(maxnreg)), "RESCALE": rescale,
+                              "HEADS_PER_WAVE": int(wave), "IN_PARTS": parts}  # fmt: skip
+                    expected = few_tiles.expected_us(call, config, 132)
+                    assert expected is not None
+                    found[parts].append(time / expected)
+    assert len(found["both"]) >= 5 and geometric_mean(found["both"]) == pytest.approx(
+        geometric_mean(found["none"]), abs=0.03
+    )
+
+
+def test_head_dim_104_has_tiles_of_192_rows() -> None:
+    """As in three of three races of many tiles: 0.86 to 0.92 of tiles of 128 rows."""
+    for call in ("33 x 6/6 heads, 5604 queries, 5604 keys, head dim 104, causal",
+                 "36 x 3/3 heads, 3409 queries, 3409 keys, head dim 104, full",
+                 "5 x 1/1 heads, 22960 queries, 22960 keys, head dim 104, full"):  # fmt: skip
+        assert tiles(chosen(described(call)).config) == (192, 64, 0)

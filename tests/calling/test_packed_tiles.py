@@ -143,6 +143,35 @@ def test_the_longest_has_the_middle_of_its_bucket() -> None:
         assert 0.6 < queries.max() / (longest / math.sqrt(2)) < 1.1
 
 
+def test_a_sequence_that_has_most_rows_is_apart() -> None:
+    """9786 tokens in 15, the longest 9479. No spread of 15 lengths has such a one, and the work grows by its square."""
+    asked = sequences(15, (8, 8), (9786, 9786), 96, CAUSAL, 16384)
+    queries, _, counts = packed_lengths.kinds(asked)
+    assert counts[-1] == 1 and queries[-1] == round(math.sqrt(8193 * 9786)) and max(queries[:-1]) < 700
+    drawn = np.array([9479, 22]), np.array([9479, 22]), np.array([1.0, 14.0])
+    served = forward(asked).config
+    took = packed_schedule.expected_us(asked, served, H200, drawn)
+    assert packed_schedule.expected_us(asked, served, H200) == pytest.approx(took, rel=0.15)
+    small = packed_schedule.for_few_tiles(asked.specialization, 90)
+    assert small is not None and took is not None and served["BLOCK_M"] == 128
+    assert packed_schedule.expected_us(asked, small, H200, drawn) > 1.1 * took
+    # of fewer rows than half of all, of one sequence, or where nothing is known, lengths are spread
+    for count, rows, longest in ((15, 16390, 16384), (1, 9786, 16384), (15, 9786, 0), (15, 400, 512)):
+        _, _, counts = packed_lengths.kinds(sequences(count, (8, 8), (rows, rows), 96, CAUSAL, longest))
+        assert counts[-1] != 1 or count == 1 or rows == 400
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="chosen among the rows of Triton 3.6")
+def test_short_sequences_at_head_dim_64_have_small_tiles_without_a_mask() -> None:
+    """Where no row has such tiles: 4545 tokens in 90 took 10.0 us in tiles of 128 rows, torch 8.4."""
+    asked = sequences(90, (2, 2), (4545, 4545), 64, FULL, 512)
+    choice = forward(asked)
+    assert choice.few_tiles and (choice.config["BLOCK_M"], choice.config["BLOCK_N"]) == (64, 64)
+    assert choice.otherwise is not None and choice.otherwise["BLOCK_M"] >= 128
+    assert forward(sequences(33, (8, 1), (44853, 44853), 64, FULL, 16384)).config["BLOCK_M"] >= 128
+    assert packed_schedule.for_few_tiles(replace(asked, mask=CAUSAL).specialization, 90) is None
+
+
 def test_programs_share_out_tiles() -> None:
     def blocks(tiles: int, each: float, longest: int, held: int) -> float:
         return packed_schedule.shared_out(packed_schedule.Visited(tiles, tiles * each, longest, 0.0), 1, 0.0, 100, held)

@@ -268,7 +268,7 @@ def test_packed_forward(gpu: PythonGpu, dim: int, mask: Mask, settings: dict[str
     check_forward(gpu, Call(PACKING, (2, 1), (dim, dim), mask, packed=True), settings)
 
 
-@pytest.mark.parametrize("dims", [(96, 96), (128, 128), (80, 80), (192, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(96, 96), (128, 128), (80, 80), (192, 128), (64, 64), (16, 48)], ids=str)
 @pytest.mark.parametrize("mask", [band(40, 0), CAUSAL, FULL], ids=str)
 @pytest.mark.parametrize("heads", [0, 1], ids=["all heads", "one head a band"])
 def test_packed_forward_of_few_tiles(gpu: PythonGpu, dims: tuple[int, int], mask: Mask, heads: int) -> None:

@@ -15,7 +15,8 @@ from functools import lru_cache
 from fa2tune.calling.schedules.tile_order import busiest, columns_of_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.lib.hopper import SECTOR
-from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, of_tiles, suited, third_stage
+from fa2tune.search_spaces.sm90.fwd import PROGRAMS, ROWS, SPACE, of_tiles, suited, third_stage
+from fa2tune.search_spaces.sm90.fwd import columns as hopper_columns
 from fa2tune.spec import visits
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
@@ -44,6 +45,9 @@ PACES: dict[TileForm, TilePace] = {
     (192, 128, 0): TilePace((1.46, 2.0, 2.3), (2.58, 3.5)),
 }
 LEAST_COLUMNS = 64  #: fewer were not timed
+#: Up to this head dim parts take as long as columns of padding: of what 128 columns are estimated at 125 times in parts and
+#: 101 padded are 0.98, at 48.
+WHOLE_DIM = 64
 #: Programs that a multiprocessor holds at once -> microseconds of a launch; and what a second Q adds.
 LAUNCH_US, SECOND_Q_US = {1: 3.41, 2: 2.97, 3: 3.01}, 0.48
 #: RESCALE "never": a block's time over that of "lazy", at the columns of TilePace.block, of up to the last; what a tile's start
@@ -58,13 +62,16 @@ NORMS_US, NORMS_BYTES_PER_US = 4.0, 3.0e6
 #: whose end waits for O. Fitted to seven calls at 168 and 184 (dense_forwards_wide.json); at 176 and 192 tiles of few blocks
 #: lost 12 %, and long ones gained 0 to 5.
 THIRD_STAGE, THIRD_STAGE_START = 0.92, 1.0
+#: Keys of a dense call from which on a block takes longer where Q is read from shared memory and V has fewer columns: of the
+#: three raced calls of such head dims those of 1114 and 1766 keys take 1.14 and 1.11 of the time so, that of 80 keys 0.93.
+KEPT_KEYS = 640
 #: Rows that begin in the midst of a sector of 32 bytes, those of head dims that are no multiples of 16, are slow to load, the
 #: more so the more often tiles load K and V: rows of a tile -> head dim -> so many times as long a block took; 0: of others
 #: (docs/experiments/few-tiles.md).
 SECTOR_COSTS: dict[int, dict[int, float]] = {
-    64: {24: 1.45, 40: 1.8, 56: 1.23, 72: 1.98, 88: 1.65, 104: 1.5, 120: 1.5, 0: 1.3},
-    128: {24: 1.0, 40: 1.16, 56: 0.95, 72: 1.13, 88: 1.08, 0: 1.04},
-    192: {24: 1.0, 40: 1.02, 56: 0.95, 72: 1.07, 88: 1.07, 0: 1.1},
+    64: {24: 1.45, 40: 1.7, 56: 1.23, 72: 1.98, 88: 1.65, 104: 1.5, 120: 1.5, 0: 1.3},
+    128: {24: 1.0, 40: 1.1, 56: 0.95, 72: 1.13, 88: 1.08, 104: 1.1, 0: 1.04},
+    192: {24: 1.0, 40: 0.98, 56: 0.95, 72: 1.07, 88: 1.07, 0: 1.1},
 }
 #: Forms that may serve in place of a row's; and with RESCALE "never", from LONG_KEYS keys on. 192 x 128 leaves no more.
 OFFERED: tuple[TileForm, ...] = (
@@ -77,6 +84,7 @@ LONG_KEYS = 1024
 #: head dim, one of RACED. Such a row stays where calls have more keys than FEW_KEYS and so many tiles, or more than MOST_KEYS;
 #: and with RESCALE "never" and WIDE_COLUMNS of K and V one of any head dim, where calls have so many tiles and more keys than
 #: MOST_KEYS: it took 0.92 to 0.97 of the time of "lazy" in three of three. The constants, fitted to smaller calls, say 1.05.
+#: Not where there is a third stage: that took 0.89 and 0.93 of the time of "never" in two of two.
 MARGIN, MANY_MARGIN, OWN_MARGIN, WIDE_COLUMNS = 0.03, 0.05, 0.1, 384
 RACED = (64, 128, 256)  #: head dims whose rows stand on hundreds of trials, at each length
 MOST_TILES, FULL_TILE, FEW_KEYS, MOST_KEYS = 8, 128, 1024, 4096
@@ -106,9 +114,22 @@ def _at(values: Sequence[float], columns: float, between: int = 128) -> float:
     return values[first] + (values[first + 1] - values[first]) * (place - first)
 
 
+def q_read_cost(spec: Specialization, config: Config) -> float:
+    """How many times as long key blocks take where products of Q and K read Q from shared memory, not from registers: cycles
+    of what a block's products read there and its loads write, 128 bytes each, over those of 2048 multiplications each."""
+    if config["Q_IN_REGISTERS"] or PROGRAMS[config["maxnreg"]] > 1:
+        return 1.0
+    groups, keys = config["BLOCK_M"] // ROWS, config["BLOCK_N"] // ROWS
+    d, dv = hopper_columns(spec, SPACE.completed(config))
+    return max(1.0, (groups * d + (groups + 1) * (d + dv) * keys) / (2 * groups * (d + dv) * keys))
+
+
 def columns(problem: Problem, config: Config) -> int:
     """Columns of K and V together, of all parts, at least those that were timed."""
-    return max(LEAST_COLUMNS, columns_of_parts(problem.specialization, SPACE.completed(config)["IN_PARTS"]))
+    in_parts = SPACE.completed(config)["IN_PARTS"]
+    if max(problem.head_dim, problem.head_dim_v) <= WHOLE_DIM:
+        in_parts = "none"
+    return max(LEAST_COLUMNS, columns_of_parts(problem.specialization, in_parts))
 
 
 def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | None:
@@ -128,6 +149,8 @@ def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | N
     if config == third_stage(problem.specialization, config):
         block *= THIRD_STAGE
         start += THIRD_STAGE_START
+    if problem.head_dim_v < problem.head_dim and problem.seqlen_k >= KEPT_KEYS and not problem.extent.ragged:
+        block *= q_read_cost(problem.specialization, config)
     return launch, block * sector_cost(problem, config), start
 
 
@@ -167,7 +190,8 @@ def margin(problem: Problem, row: Row, sm_count: int) -> float | None:
     if own and problem.seqlen_k > (MOST_KEYS if few else FEW_KEYS):
         return None
     wide = columns(problem, row.config) >= WIDE_COLUMNS
-    if row.config["RESCALE"] == "never" and wide and not few and problem.seqlen_k > MOST_KEYS:
+    timed = row.config["RESCALE"] == "never" and wide and not few and problem.seqlen_k > MOST_KEYS
+    if timed and third_stage(problem.specialization, SPACE.completed(row.config)) is None:
         return None
     return MARGIN if few else OWN_MARGIN if own else MANY_MARGIN
 

@@ -55,8 +55,9 @@ CALL_US, BESIDE_CALL_US, LAUNCH_US, END_US = 0.98, 1.15, 1.9, 0.96
 #: so many parts, which are loaded at once, waits for memory.
 SPREAD_RATE, GATHER_RATE, GATHERED, GATHER_WAITS_US = 0.73, 0.43, 7, 0.6
 #: Another form than the row's must be predicted to be faster by this share and so many microseconds, half blocks by that
-#: share.
-MARGIN, HALF_MARGIN, LEAST_US = 0.04, 0.12, 0.5
+#: share; by the other one where nothing else is: in six of six races half blocks that were predicted to be the fastest were,
+#: by 1 to 37 %.
+MARGIN, HALF_MARGIN, HALF_ALONE, LEAST_US = 0.04, 0.12, 0.06, 0.5
 #: Where more bytes are prepared than in tuned workloads, whose rows were measured with BESIDE, the kernel alone on the GPU may
 #: be predicted to be slower by so much: of four such calls it was faster in all, by 1 to 14 %, and the model knows only a part
 #: of the reasons (docs/experiments/dense-backward.md).
@@ -419,6 +420,8 @@ def of_dense(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
     for other, margin in others:
         if short and other["BLOCK_M"] == own["BLOCK_M"]:
             margin = min(margin, SHORT_MARGIN)
+        if other["BLOCK_M"] != own["BLOCK_M"] and least == math.inf:
+            margin = HALF_ALONE
         wanted = min((1 - margin) * now - LEAST_US, least)
         config, time = _early_if_short(problem, other, gpu, wanted)
         if time < wanted:

@@ -21,6 +21,9 @@ LEAST_SPREAD = 0.05  #: of logarithms, below which all have one length
 GOLDEN = (math.sqrt(5) - 1) / 2
 #: The longest over the mean, where it is not known: of documents rather than of equal sequences.
 TOP = 4.0
+#: A sequence that has so large a share of all rows, if it is as short as its bucket has it, is apart: no spread of all lengths
+#: has it.
+DOMINANT = 0.5
 
 
 @lru_cache(maxsize=1024)
@@ -67,23 +70,50 @@ def one_long(problem: Problem, longest: int) -> LengthKinds:
     return queries, keys, np.array([1.0, given - 1.0][: len(shares)])
 
 
-@lru_cache(maxsize=1024)
-def kinds(problem: Problem) -> LengthKinds:
-    """The logarithms of lengths are spread as a normal distribution is, by the longest of so many; the longer, the fewer are
-    taken to be of one length."""
-    given, (fewer, *more) = max(1, problem.extent.given), _more(problem)
-    top = min(_top(problem), given) if problem.seqlen_q == problem.seqlen_k else min(_top(problem), TOP, given)
+def bounds(problem: Problem) -> tuple[int, int] | None:
+    """(least, most) rows of the longest sequence, by its bucket; None: the host does not know."""
+    bucket, most = problem.extent.longest, max(problem.seqlen_q, problem.seqlen_k)
+    least = bucket // 2 + 1
+    # 0 is not known, the first one has all shorter ones, and more rows than there are is only what a caller allows for
+    return None if bucket <= BUCKETS[0] or least > most else (least, min(bucket, most))
+
+
+def _dominant(problem: Problem) -> int:
+    """Rows of a sequence that has most of all; 0: none is known to."""
+    known, most = bounds(problem), max(problem.seqlen_q, problem.seqlen_k)
+    if known is None or problem.extent.given < 2 or known[0] < DOMINANT * most:
+        return 0
+    return round(math.sqrt(known[0] * known[1]))
+
+
+def _spread(given: int, top: float) -> tuple[np.ndarray, np.ndarray]:
+    """(lengths over the mean, sequences) of each kind, the longest near ``top``."""
     highest = NORMAL.inv_cdf((given - 0.375) / (given + 0.25))  # of so many
     spread = highest - math.sqrt(max(0.0, highest**2 - 2 * math.log(top)))
     if spread < LEAST_SPREAD:
-        shares, counts = np.ones(1), np.full(1, float(given))
+        return np.ones(1), np.full(1, float(given))
+    counts = given * np.array([*LOWER, *(0.5 ** (2 + nth) for nth in range(max(1, given.bit_length() - 2)))])
+    counts[-1] += given - counts.sum()
+    middles = (counts.cumsum() - counts / 2) / given
+    shares = np.exp([spread * NORMAL.inv_cdf(middle) for middle in middles])
+    return shares * given / (shares * counts).sum(), counts
+
+
+@lru_cache(maxsize=1024)
+def kinds(problem: Problem) -> LengthKinds:
+    """The logarithms of lengths are spread as a normal distribution is, by the longest of so many; the longer, the fewer are
+    taken to be of one length. Where one sequence has most of all rows it is apart, and the others are spread."""
+    given, (fewer, *more) = max(1, problem.extent.given), _more(problem)
+    lengths = np.zeros(0)
+    if dominant := _dominant(problem):
+        lengths = np.array([min(max(dominant - max(more), fewer / given), float(fewer))])
+        given, fewer = given - 1, fewer - int(lengths[0])
+        top = min(TOP, math.sqrt(given))
     else:
-        counts = given * np.array([*LOWER, *(0.5 ** (2 + nth) for nth in range(max(1, given.bit_length() - 2)))])
-        counts[-1] += given - counts.sum()
-        middles = (counts.cumsum() - counts / 2) / given
-        shares = np.exp([spread * NORMAL.inv_cdf(middle) for middle in middles])
-        shares *= given / (shares * counts).sum()
-    queries, keys = (np.rint(shares * (fewer / given) + one).astype(np.int64) for one in more)
+        top = min(_top(problem), given) if problem.seqlen_q == problem.seqlen_k else min(_top(problem), TOP, given)
+    shares, counts = _spread(given, top)
+    lengths, counts = np.append(shares * (fewer / given), lengths), np.append(counts, np.ones(len(lengths)))
+    queries, keys = (np.rint(lengths + one).astype(np.int64) for one in more)
     return queries, keys, counts
 
 

@@ -52,7 +52,8 @@ HIDDEN = {1: 0.24, 2: 0.4}
 MEMORY_RATE = 0.75
 #: What is left uneven at the end, in mean tiles, where every program has one tile.
 UNEVEN = 0.75
-#: Narrower head dims keep their rows' configs: at 64 those have tiles of 64 rows where they were measured to be faster.
+#: Narrower head dims keep their rows' configs under a mask: at 64 those have tiles of 64 rows where they were measured to be
+#: faster. Without a mask no row has such tiles.
 FEW_TILES_ABOVE = 64
 #: Tiles of another form than the row's must be predicted to be faster by this share.
 MARGIN = 0.05
@@ -192,9 +193,10 @@ def expected_us(
 
 @lru_cache(maxsize=1024)
 def for_few_tiles(spec: Specialization, arch: int) -> Config | None:
-    """The config for calls of few tiles; None: these head dims have none, or are too narrow (FEW_TILES_ABOVE)."""
+    """The config for calls of few tiles; None: these head dims have none, or rows have such tiles (FEW_TILES_ABOVE)."""
     few, wide = fwd.few_tiles(spec), min(spec.head_dim, spec.head_dim_v) > FEW_TILES_ABOVE
-    return few if wide and fwd.SPACE.broken(few, spec, arch) is None else None
+    asked = wide or spec.mask == FULL.name
+    return few if asked and fwd.SPACE.broken(few, spec, arch) is None else None
 
 
 def is_for_few_tiles(problem: Problem, config: Config, row: Row, arch: int) -> bool:

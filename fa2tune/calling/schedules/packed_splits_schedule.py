@@ -27,7 +27,7 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import kernels, space_of
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90 import fwd
-from fa2tune.spec.problem import BUCKETS, Config, Problem
+from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.roles import FWD_SPLIT
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
@@ -42,15 +42,10 @@ MOST_TILES = 2.0
 
 def longest(problem: Problem) -> tuple[int, int] | None:
     """(likely, least) rows of the longest sequence; None: the host does not know."""
-    bucket = problem.extent.longest
     if problem.extent.given == 1:
-        bucket = max(problem.seqlen_q, problem.seqlen_k)
-        return bucket, bucket
-    least = bucket // 2 + 1
-    # 0 is not known, the first one has all shorter ones, and more rows than there are is only what a caller allows for
-    if bucket <= BUCKETS[0] or least > max(problem.seqlen_q, problem.seqlen_k):
-        return None
-    return round(bucket / math.sqrt(2)), least
+        return (max(problem.seqlen_q, problem.seqlen_k),) * 2
+    known = packed_lengths.bounds(problem)
+    return known and (round(problem.extent.longest / math.sqrt(2)), known[0])
 
 
 def candidates(problem: Problem, arch: int) -> Iterator[Config]:
