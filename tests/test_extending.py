@@ -80,9 +80,11 @@ def named(space: Path, name: str, default: str = "SPACE.default") -> None:
     """A space of the portable forward without LOADS, whose configs say what they are."""
     text = f"""
 from fa2tune.search_spaces.lib.common import DESCRIPTOR_NEEDS_TMA
-from fa2tune.spec.variant import SearchSpace
+from fa2tune.spec.variant import Constraint, SearchSpace
 dimensions = {{name: values for name, values in SPACE.dimensions.items() if name != "LOADS"}}
 own = tuple(one for one in SPACE.constraints if one is not DESCRIPTOR_NEEDS_TMA)
+tall = lambda config, spec, arch: config["BLOCK_M"] >= config["BLOCK_N"]
+own += Constraint("tall_tiles", "tiles with more keys than rows", "so that there is one", tall),
 SPACE = SearchSpace("fwd", {{**dimensions, "IMPLEMENTATION": ("{name}",)}}, own, {default})
 """
     space.write_text(space.read_text(encoding="utf-8") + text, encoding="utf-8")
@@ -118,6 +120,8 @@ def test_a_kernel_is_two_files(tree: Path, run: Callable[..., str], tmp_path: Pa
     assert {"toy"} <= {row.implementation for row in rows} <= {"toy", "pointer", "descriptor", "sm80"}
     (row,) = (row for row in rows if row.implementation == "toy")
     assert row.config["IMPLEMENTATION"] == "toy" and "LOADS" not in row.config and row.time_us and row.errors
+    shown = run("-m", "fa2tune", "cache", "show", "--cache", str(tmp_path / "rows.sqlite"))
+    assert f"tiles with more keys than rows: {row.pruned['tall_tiles']}" in shown
     Store(tmp_path / "toy.sqlite").put([row])  # alone, so that no other is taken for faster
     found = called(run, tmp_path / "toy.sqlite")
     assert found["config"]["IMPLEMENTATION"] == "toy" and found["error"] < 2e-3

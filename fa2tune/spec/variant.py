@@ -60,8 +60,9 @@ def added(*values: Any, older: Any) -> Added:
 class Constraint:
     """A named rule a config must keep, with its reason. ``holds(config, spec, arch)``: arithmetic only, no compile."""
 
-    name: str
-    why: str
+    name: str  #: rows and studies count by it what was dropped, so it stays as it is
+    short: str  #: what is dropped, in a few words, for tables; the same wherever the name is
+    why: str  #: a sentence
     holds: Callable[[Config, Specialization, int], bool]
 
 
