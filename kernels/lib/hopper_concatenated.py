@@ -14,7 +14,7 @@ from fa2tune.kernels.lib.hopper import (
     warpgroup_mma_wait,
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at
-from fa2tune.kernels.lib.hopper_dq_accumulation import DONE, add_from_registers, hand_over
+from fa2tune.kernels.lib.hopper_dq_accumulation import DONE, add_from_registers, send_dq
 from fa2tune.kernels.lib.hopper_fused import (
     BLOCK_N,
     EMPTY,
@@ -23,9 +23,9 @@ from fa2tune.kernels.lib.hopper_fused import (
     V_EMPTY,
     add_terms,
     as_block_of,
-    come,
-    come_if,
-    meet,
+    named_barrier_arrive,
+    named_barrier_arrive_if,
+    named_barrier_sync,
     probabilities,
     started_scores,
 )
@@ -83,7 +83,7 @@ def _over_queries(
             dp_next = add_terms(dp_next, smem.delta, stage, BLOCK_N, form.BLOCK_M, s_layout)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         if form.K_STAGES > 1:
-            come_if(turn + 1 == limit, V_EMPTY, GROUPS_AND_WARP)
+            named_barrier_arrive_if(turn + 1 == limit, V_EMPTY, GROUPS_AND_WARP)
         ds = (slope * dp).to(dtype)
         ds_operand = gl.convert_layout(ds, a_layout)
         # both groups read both halves; this buffer's last readers were done before the last barrier
@@ -101,9 +101,9 @@ def _over_queries(
                 words, first_word + block * (form.BLOCK_M * form.BLOCK_D), dq, form.BLOCK_M, form.BLOCK_D
             )
         else:
-            hand_over(dq, smem.dq, turn == base, 0, form.BLOCK_M, form.BLOCK_D, GROUPS_AND_WARP)
+            send_dq(dq, smem.dq, turn == base, 0, form.BLOCK_M, form.BLOCK_D, GROUPS_AND_WARP)
         dk_acc, ds_operand = warpgroup_mma_wait(0, deps=[dk_next, ds_operand])
-        come(EMPTY + stage, GROUPS_AND_WARP)
+        named_barrier_arrive(EMPTY + stage, GROUPS_AND_WARP)
     return dk_acc, dv_acc
 
 
@@ -159,7 +159,7 @@ def consume_concatenated(words, dk, dv, smem, barriers, channel, tiles_done, cal
                 stage = as_block_of(stage, dk)
             if form.REDUCE == "tma":
                 if total > 0:  # the last piece has left it
-                    meet(PIECE_GONE, GROUPS_AND_WARP)
+                    named_barrier_sync(PIECE_GONE, GROUPS_AND_WARP)
             thread_barrier()  # both groups have read the last dS
             stage.reshape([BLOCK_N, form.BLOCK_D]).store(dv_acc.to(dtype))
             dk_stage = as_block_of(smem.ds, dk)

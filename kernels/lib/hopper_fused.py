@@ -25,27 +25,27 @@ from fa2tune.spec.variant import WARP_THREADS, WARPGROUP_THREADS
 GROUPS = gl.constexpr(space.GROUPS)
 #: Keys of a consumer group: the rows of one wgmma.
 KEYS = gl.constexpr(space.KEYS)
-#: Query rows that sm90/bwd_beside prepares at once, and signals by one flag.
+#: Query rows that sm90/bwd_prepare_overlapped prepares at once, and signals by one flag.
 CHUNK = gl.constexpr(space.CHUNK)
 #: Keys of a tile.
 BLOCK_N = gl.constexpr(space.GROUPS * space.KEYS)
 #: Columns of the terms of lse and delta in shared memory: one step of a wgmma.
 TERM_COLUMNS = gl.constexpr(space.TERM_COLUMNS)
 
-#: Numbered barriers, where warps of several partitions meet; Triton takes the first ones, one a partition. A warp that
+#: Named barriers, at which warps of several partitions wait; Triton takes the first ones, one a partition. A warp that
 #: only arrives goes on at once, where an arrival at an mbarrier first waits for all warps of the partition.
 PIECE_READY = gl.constexpr(8)  #: a block's dQ lies in shared memory: one barrier a group
 PIECE_GONE = gl.constexpr(10)  #: and has left it: one a group
 DS_READY = gl.constexpr(12)  #: both groups' dS lies in shared memory
 EMPTY = gl.constexpr(13)  #: no warp reads the stage of Q and dO: one a stage
 V_EMPTY = gl.constexpr(15)  #: no warp reads V any more (concatenated groups with K of two tiles)
-#: Threads that meet there.
+#: Threads that arrive there.
 ALL_GROUPS = gl.constexpr(space.GROUPS * WARPGROUP_THREADS)
 GROUP_AND_WARP = gl.constexpr(WARPGROUP_THREADS + WARP_THREADS)
 GROUPS_AND_WARP = gl.constexpr(space.GROUPS * WARPGROUP_THREADS + WARP_THREADS)
-_MEET = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
-_COME = gl.constexpr("bar.arrive $1, $2; mov.b32 $0, 0;")
-_COME_IF = gl.constexpr("{.reg .pred p; setp.ne.s32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0;}")
+_BARRIER_SYNC = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
+_BARRIER_ARRIVE = gl.constexpr("bar.arrive $1, $2; mov.b32 $0, 0;")
+_BARRIER_ARRIVE_IF = gl.constexpr("{.reg .pred p; setp.ne.s32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0;}")
 
 
 class Form(NamedTuple):
@@ -129,26 +129,26 @@ class Barriers(NamedTuple):
 
 
 @gluon.jit
-def meet(number, THREADS: gl.constexpr):
-    """Waits at a numbered barrier until so many threads have come."""
+def named_barrier_sync(number, THREADS: gl.constexpr):
+    """Waits at a named barrier until so many threads have arrived."""
     gl.inline_asm_elementwise(
-        _MEET, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1
+        _BARRIER_SYNC, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def come(number, THREADS: gl.constexpr):
-    """Comes to a numbered barrier and goes on."""
+def named_barrier_arrive(number, THREADS: gl.constexpr):
+    """Arrives at a named barrier and goes on."""
     gl.inline_asm_elementwise(
-        _COME, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1
+        _BARRIER_ARRIVE, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def come_if(condition, number, THREADS: gl.constexpr):
-    """Comes to a numbered barrier, where the condition (the same for every thread) holds, and goes on. Without a branch."""
+def named_barrier_arrive_if(condition, number, THREADS: gl.constexpr):
+    """Arrives at a named barrier, where the condition (the same for every thread) holds, and goes on. Without a branch."""
     gl.inline_asm_elementwise(
-        _COME_IF, "=r,r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS), gl.to_tensor(condition).to(gl.int32)],
+        _BARRIER_ARRIVE_IF, "=r,r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS), gl.to_tensor(condition).to(gl.int32)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -210,7 +210,7 @@ _ALL_PREPARED = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 
 @gluon.jit
 def await_prepared(flags, head, rows_padded):
-    """Until sm90/bwd_beside has signalled that all rows of a query head, counted over the batch, are prepared."""
+    """Until sm90/bwd_prepare_overlapped has signalled that all rows of a query head, counted over the batch, are prepared."""
     count = rows_padded // CHUNK
     flags += head * count
     for i in range(0, count, WARP):
@@ -318,7 +318,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
             if form.DQ_BEHIND:
                 mbarrier.wait(barriers.empty.index(stage), ((turn // form.STAGES) & 1) ^ 1)
             elif turn >= form.STAGES:
-                meet(EMPTY + stage, GROUPS_AND_WARP)
+                named_barrier_sync(EMPTY + stage, GROUPS_AND_WARP)
             expect_both(q, (terms,), barriers.q_ready.index(stage))
             load_parts(q, b, h, row, barriers.q_ready.index(stage), smem.q, stage)
             if form.EARLY_START:
@@ -335,7 +335,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
                     load_parts(k, k_entry, h_kv, start_n + c * form.TILE_ROWS, ready, smem.k, k_stage * form.PARTS + c)
                 if form.K_STAGES > 1:
                     if filled > 0:
-                        meet(V_EMPTY, GROUPS_AND_WARP)
+                        named_barrier_sync(V_EMPTY, GROUPS_AND_WARP)
                 expect_tiles(v, barriers.v_ready, form.PARTS)
                 for c in gl.static_range(form.PARTS):
                     load_parts(v, k_entry, h_kv, start_n + c * form.TILE_ROWS, barriers.v_ready, smem.v, c)
@@ -359,10 +359,10 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
         do_once(_ALL_PREPARED)
     if not form.DQ_BEHIND:  # no warp is left at a barrier
         for turn in range(gl.maximum(base, form.STAGES), base + form.STAGES):
-            meet(EMPTY + turn % form.STAGES, GROUPS_AND_WARP)
+            named_barrier_sync(EMPTY + turn % form.STAGES, GROUPS_AND_WARP)
         if form.K_STAGES > 1:
             if filled > 0:
-                meet(V_EMPTY, GROUPS_AND_WARP)
+                named_barrier_sync(V_EMPTY, GROUPS_AND_WARP)
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ from fa2tune.kernels.lib.hopper import (
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at
 from fa2tune.kernels.lib.hopper_concatenated import consume_concatenated
-from fa2tune.kernels.lib.hopper_dq_accumulation import DONE, add, hand_over, make_tiles_done, reduce_dq
+from fa2tune.kernels.lib.hopper_dq_accumulation import DONE, add, make_tiles_done, reduce_dq, send_dq
 from fa2tune.kernels.lib.hopper_fused import (
     ALL_GROUPS,
     BLOCK_N,
@@ -35,10 +35,10 @@ from fa2tune.kernels.lib.hopper_fused import (
     Shared,
     add_terms,
     as_block_of,
-    come,
     issue_dq,
     make_barriers,
-    meet,
+    named_barrier_arrive,
+    named_barrier_sync,
     probabilities,
     produce,
     started_scores,
@@ -155,7 +155,7 @@ def _over_queries(
             )
             dq_next = issue_dq(smem, (turn + form.DS_STAGES - 1) % form.DS_STAGES, zero_dq, CONSUMER, form)
         else:
-            meet(DS_READY, ALL_GROUPS)
+            named_barrier_sync(DS_READY, ALL_GROUPS)
             dq_next = issue_dq(smem, buffer, zero_dq, CONSUMER, form)
             h_dq = h
             row_dq = block * form.BLOCK_M + tile.own_row
@@ -176,7 +176,7 @@ def _over_queries(
             dk_next = add_products(ds_operand, q_tile, dk_acc)
             dv_acc, p_operand, pieces = products_and_pieces_done(dv_next, p_operand, dq_next, OF_ROWS)
         if form.REDUCE == "tma" and not form.DQ_BEHIND:
-            hand_over(pieces[0], smem.dq, turn == base, CONSUMER, 64, DQ_COLUMNS, GROUP_AND_WARP)
+            send_dq(pieces[0], smem.dq, turn == base, CONSUMER, 64, DQ_COLUMNS, GROUP_AND_WARP)
         elif form.DQ_BEHIND and form.REDUCE != "tma":
             if turn > base:
                 reduce_dq(sums, words, pieces, smem, tile.b, h_dq, row_dq, call, CONSUMER, form)
@@ -191,7 +191,7 @@ def _over_queries(
             if form.DQ_BEHIND:
                 mbarrier.arrive(barriers.empty.index(stage), count=1)
             else:
-                come(EMPTY + stage, GROUPS_AND_WARP)
+                named_barrier_arrive(EMPTY + stage, GROUPS_AND_WARP)
     return dk_acc, dv_acc, s, h_dq, row_dq
 
 
@@ -253,7 +253,7 @@ def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CON
                 mbarrier.arrive(tiles_done.index(lap % DONE), count=1)
             if form.REDUCE == "tma" and not form.DQ_BEHIND:
                 if total > 0:  # the last piece has left this memory
-                    meet(PIECE_GONE + CONSUMER, GROUP_AND_WARP)
+                    named_barrier_sync(PIECE_GONE + CONSUMER, GROUP_AND_WARP)
             tma_store_wait(0)
             entry = tile.b
             if form.RAGGED:  # as hopper_packed.py has it
@@ -301,7 +301,8 @@ def bwd_fused_hopper_kernel(
     and dS K added to a float32 workspace [B, Hq, rows_padded, BLOCK_D] of zeros: by the descriptor sums (REDUCE "tma"), or
     by the pointer words ("vector"), both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles
     were taken after each program's first. flags [B, Hq, rows_padded / CHUNK] int32, only if BESIDE: 1 once terms and zeros
-    of these rows are there (sm90/bwd_beside.py); it may then start as soon as the kernel before it has set them to 0.
+    of these rows are there (sm90/bwd_prepare_overlapped.py); it may then start as soon as the kernel before it has set them
+    to 0.
     Behind them, only if FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head
     (sm90/bwd_finish.py). EARLY_START: it may start once all programs of the kernel before have, and so may the kernel
     behind it; before a thread reads terms or the counter, or adds to the workspace, it waits for the end of the kernel
@@ -447,9 +448,9 @@ VARIANT = Variant(
     grid_dimensions=("PERSISTENT",),
     constants=space.derived,
     min_arch=90, max_arch=90,
-    before=("sm90/bwd_prepare", "sm90/bwd_beside"),
+    before=("sm90/bwd_prepare", "sm90/bwd_prepare_overlapped"),
     after=("sm90/bwd_finish",),
-    surrounded=lambda config, name: name != ("sm90/bwd_prepare" if config["BESIDE"] else "sm90/bwd_beside"),
+    surrounded=lambda config, name: name != ("sm90/bwd_prepare" if config["BESIDE"] else "sm90/bwd_prepare_overlapped"),
     early=lambda _spec, config: bool(config["BESIDE"] or config.get("EARLY_START")),
     passes_on=lambda spec, config: {
         "SUM_COLUMNS": space.columns(spec, config), "PERMUTED_COLUMNS": space.permuted_columns(spec, config),

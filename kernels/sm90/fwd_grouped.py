@@ -20,13 +20,13 @@ from fa2tune.kernels.lib.hopper_forward import (
     Form,
     Shared,
     await_turn,
-    hand_back,
     heads_in_band,
     of_carried,
     pairs_suit,
-    pass_turn_on,
     quotients,
+    release,
     repack,
+    signal_next_turn,
     sum_parts,
     to_carry,
     turns_of,
@@ -115,9 +115,9 @@ def _one_tile(
     # ---- the last block, which may be ragged
     s = issue_scores(q_tile, smem, barriers, done, True, CONSUMER, form)
     if form.PINGPONG:
-        pass_turn_on(CONSUMER, form.GROUPS)
+        signal_next_turn(CONSUMER, form.GROUPS)
     s = warpgroup_mma_wait(0, deps=[s])
-    hand_back(barriers.k_empty, done, True, K_EMPTY, form)
+    release(barriers.k_empty, done, True, K_EMPTY, form)
     sequence, its_heads = query_heads(head, call, MEMBERS, row_s)  # both vanish without a score term
     if form.RAGGED:
         sequence = sequence_of(queue, turn, 4)
@@ -157,7 +157,7 @@ def _one_tile(
     else:
         next_start, next_head = place_of(turn + 1, tiles, heads, call, MEMBERS, form)
     acc = products_done(acc)
-    hand_back(barriers.v_empty, done - 1, True, V_EMPTY, form)
+    release(barriers.v_empty, done - 1, True, V_EMPTY, form)
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
     row_total = gl.sum(total, 1)
@@ -190,7 +190,7 @@ def _one_tile(
 def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr, MEMBERS: gl.constexpr, form):
     """One consumer group: rows [CONSUMER * ROWS, (CONSUMER + 1) * ROWS) of every tile."""
     if form.PINGPONG and CONSUMER == form.GROUPS - 1:
-        pass_turn_on(CONSUMER, form.GROUPS)  # the first turn is group 0's
+        signal_next_turn(CONSUMER, form.GROUPS)  # the first turn is group 0's
     tiles, heads = tiles_of(call, MEMBERS, form)
     done = 0  # key blocks of earlier tiles
     if form.RAGGED:

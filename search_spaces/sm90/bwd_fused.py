@@ -19,7 +19,7 @@ REGISTERS = 240  #: that a consumer thread gets: what 64 Ki leave beside a produ
 TERMS = 8  #: bfloat16 numbers a row, in memory, that lse or delta is the sum of
 TERM_COLUMNS = 16  #: and in shared memory, where one step of a wgmma adds them up
 TURN_ROWS = 64  #: of dQ, to which key tiles add in turns with IN_ORDER
-CHUNK = 128  #: query rows that kernels/sm90/bwd_beside.py signals at once
+CHUNK = 128  #: query rows that kernels/sm90/bwd_prepare_overlapped.py signals at once
 #: Keys whose products with a query row take one multiprocessor as long as preparing that row beside others: 45 to 60 measured
 #: (docs/experiments.md), and some more, as main waits for what is late
 ROWS_WORTH = 60
@@ -155,7 +155,7 @@ def helpers(problem: Problem, config: Config, sm_count: int) -> int:
 
 def share_of_helpers(problem: Problem) -> tuple[int, int]:
     """As (so many of so many), in keys. The main kernel works on whole tiles of them. Which programs go on preparing follows
-    from this, too (kernels/sm90/bwd_beside.py)."""
+    from this, too (kernels/sm90/bwd_prepare_overlapped.py)."""
     return HELPERS_WORTH, keys_worked(problem) + HELPERS_WORTH
 
 
@@ -285,7 +285,7 @@ SPACE = SearchSpace(
             "third_stage_of_narrow_tiles",
             "STAGES 3 needs NARROW and no ORDER together",
             "blocks of 32 columns take less time than it takes to load the next; at 64 columns and more a third stage gained "
-            "nothing, and the order together has no numbered barrier left for it",
+            "nothing, and the order together has no named barrier left for it",
             lambda config, spec, arch: config["STAGES"] == 2 or (config["NARROW"] and config["ORDER"] != "together"),
         ),
         SIXTEEN_BIT,

@@ -264,7 +264,7 @@ SPACE = SearchSpace(
         "RESCALE": ("now", "lazy", "never"),
         "Q_IN_REGISTERS": (False, True),  # True: Q is not read from shared memory once per key block
         "O_THROUGH": ("own", "halves", "q"),  # the shared memory O leaves by: its own, half of it twice, or Q's
-        "NUMBERED": (False, True),  # True: K and V are handed back at numbered barriers, where a group need not wait
+        "NUMBERED": (False, True),  # True: K and V are released at named barriers, where a group need not wait
         # which head dims are computed as a sum of two powers of two, 96 as 64 + 32: none (padded to one), that of Q and K, or
         # that of V, too. V's second part takes as many instructions more as its first
         "IN_PARTS": added("none", "qk", "both", older="none"),

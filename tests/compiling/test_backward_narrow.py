@@ -150,5 +150,5 @@ def test_the_kernels_around_it_have_32_columns_too() -> None:
             for variant, its_config in (*before, *after):
                 values = compiler.constexprs(variant, spec, its_config)
                 assert values["SUM_COLUMNS"] == columns
-                if variant.name == "sm90/bwd_beside":
+                if variant.name == "sm90/bwd_prepare_overlapped":
                     assert values["BLOCK_DV"] == columns and values["STAGES"] == {32: 8, 64: 5}[columns]

@@ -51,7 +51,7 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Edit:
 
 
 PORTABLE = {"portable/fwd", "portable/fwd_split", "portable/bwd_dq", "portable/bwd_dkdv", "portable/bwd_fused"}
-FUSED_HOPPER = {"sm90/bwd_fused", "sm90/bwd_beside"}
+FUSED_HOPPER = {"sm90/bwd_fused", "sm90/bwd_prepare_overlapped"}
 FUSED_AMPERE = {"sm80/bwd_fused", "sm80/bwd_ordered"}
 #: Backwards that ask a score term's hooks.
 SCORED_HOPPER = {

@@ -363,13 +363,13 @@ SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
     "two programs a multiprocessor": lambda v, c, p: v.name == "sm90/fwd" and c["maxnreg"] == 128 and takes_several(v, c, p),
     "three programs a multiprocessor": lambda v, c, p: v.name == "sm90/fwd" and c["maxnreg"] == 80 and takes_several(v, c, p),
     **{
-        f"numbered barriers, {count} programs a multiprocessor": lambda v, c, p, registers=registers: (
+        f"named barriers, {count} programs a multiprocessor": lambda v, c, p, registers=registers: (
             c.get("NUMBERED") and c["maxnreg"] == registers and takes_several(v, c, p)
         )
         for count, registers in (("two", 128), ("three", 80))
     },
     **{
-        f"K and V at numbered barriers, {'in turn' if turns else 'out of turn'}, {'causal' if causal else 'full'}":
+        f"K and V at named barriers, {'in turn' if turns else 'out of turn'}, {'causal' if causal else 'full'}":
             lambda v, c, p, turns=turns, causal=causal: (
                 c.get("NUMBERED") and c["PINGPONG"] == turns and (p.mask == CAUSAL) == causal and takes_several(v, c, p)
             )
@@ -517,7 +517,7 @@ def test_what_is_prepared_beside_is_told_in_order(dim: int, causal: bool, finish
     config = {**fused.space.default(spec, 90), "BESIDE": True, **finish}
     assert fused.space.broken(config, spec, 90) is None
     ((beside, settings), *others), _ = compiler.around(fused, spec, config, 90)
-    assert beside.name == "sm90/bwd_beside" and others == []
+    assert beside.name == "sm90/bwd_prepare_overlapped" and others == []
     with builder([(beside.name, spec, tuple(settings.items()))]) as built:
         made = built((beside.name, spec, tuple(settings.items())))
     assert limits.after_compile(made.binary, H200) is None and made.binary.stack_bytes == 0
