@@ -113,8 +113,9 @@ def _defines(statement: ast.stmt) -> Iterator[str]:
 
 
 class _Code(ast.NodeTransformer):
-    """Leaves out docstrings, what a call of NOT_CODE says there, what is STATED in the call that makes VARIANT, and of host
-    functions the parameters that they do not use, named with an underscore or ``serves``: a signature that gains one changes no
+    """Leaves out docstrings, what a call of NOT_CODE says there, what is STATED in the call that makes VARIANT and its space, and
+    of host functions the parameters that they do not use, named with an underscore or ``serves``: a signature that gains one
+    changes no
     kernel. Device code loses its docstrings alone. A syntax tree has no comments and no layout."""
 
     _device = False
@@ -123,7 +124,7 @@ class _Code(ast.NodeTransformer):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         named = any(isinstance(one, ast.Name) and one.id == "VARIANT" for one in targets)
         if named and node.col_offset == 0 and isinstance(node.value, ast.Call):
-            node.value.keywords = [each for each in node.value.keywords if each.arg not in STATED]
+            node.value.keywords = [each for each in node.value.keywords if each.arg not in (*STATED, "space")]
         return self.generic_visit(node)
 
     visit_AnnAssign = visit_Assign

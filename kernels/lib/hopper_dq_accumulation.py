@@ -7,6 +7,8 @@ from fa2tune.kernels.lib.hopper import (
     await_kernel_before,
     fence_async_shared,
     mbarrier,
+    named_barrier_arrive,
+    named_barrier_sync,
     thread_barrier,
     tma_reduce_add,
     tma_store_wait,
@@ -21,8 +23,6 @@ from fa2tune.kernels.lib.hopper_fused import (
     PIECE_GONE,
     PIECE_READY,
     do_once,
-    named_barrier_arrive,
-    named_barrier_sync,
 )
 from fa2tune.kernels.lib.hopper_tiles import first_number, laps_behind, laps_of, next_tile, received_number
 from fa2tune.kernels.lib.warps import WARP

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import mbarrier
+from fa2tune.kernels.lib.hopper import mbarrier, named_barrier_arrive_if, named_barrier_sync
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts, squares_of, tiles_in, used_of
 from fa2tune.kernels.lib.warps import WARP, WARPGROUP
 from fa2tune.search_spaces.portable import fwd_norms
@@ -27,8 +27,6 @@ PARTS, SMALLEST = gl.constexpr(fwd_norms.PARTS), gl.constexpr(fwd_norms.SMALLEST
 K_EMPTY = gl.constexpr(7)  #: no warp reads the stage of K: one a stage
 V_EMPTY = gl.constexpr(10)  #: nor of V
 TURN = gl.constexpr(13)  #: a group may issue its products: one a group
-_BARRIER_SYNC = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
-_BARRIER_ARRIVE = gl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0; }")
 
 
 class Form(NamedTuple):
@@ -95,38 +93,21 @@ class Barriers(NamedTuple):
 
 
 @gluon.jit
-def _named_barrier_sync(number, COUNT: gl.constexpr):
-    """Waits at a named barrier until so many threads have arrived."""
-    gl.inline_asm_elementwise(
-        _BARRIER_SYNC, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(COUNT)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _named_barrier_arrive(number, COUNT: gl.constexpr, pred):
-    """Arrives at a named barrier, where pred, and goes on."""
-    gl.inline_asm_elementwise(
-        _BARRIER_ARRIVE, "=r,r,r,r", [gl.to_tensor(number), gl.to_tensor(COUNT), gl.to_tensor(pred).to(gl.int32)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def await_turn(CONSUMER: gl.constexpr):
     """Until the group before has issued its products."""
-    _named_barrier_sync(TURN + CONSUMER, 2 * WARPGROUP)
+    named_barrier_sync(TURN + CONSUMER, 2 * WARPGROUP)
 
 
 @gluon.jit
 def signal_next_turn(CONSUMER: gl.constexpr, GROUPS: gl.constexpr):
-    _named_barrier_arrive(TURN + (CONSUMER + 1) % GROUPS, 2 * WARPGROUP, True)
+    named_barrier_arrive_if(True, TURN + (CONSUMER + 1) % GROUPS, 2 * WARPGROUP)
 
 
 @gluon.jit
 def release(empty, entry, pred, NUMBER: gl.constexpr, form):
     """This group reads a ring entry no more. NUMBERED: it arrives at a named barrier, from NUMBER on one a stage."""
     if form.NUMBERED:
-        _named_barrier_arrive(NUMBER + entry % form.STAGES, WARPGROUP * form.GROUPS + WARP, pred)
+        named_barrier_arrive_if(pred, NUMBER + entry % form.STAGES, WARPGROUP * form.GROUPS + WARP)
     else:
         mbarrier.arrive(empty.index(entry % form.STAGES), count=1, pred=pred)
 
@@ -136,7 +117,7 @@ def await_room(empty, entry, NUMBER: gl.constexpr, form):
     """The producer, until no group reads what lies where a ring entry goes."""
     if form.NUMBERED:
         if entry >= form.STAGES:
-            _named_barrier_sync(NUMBER + entry % form.STAGES, WARPGROUP * form.GROUPS + WARP)
+            named_barrier_sync(NUMBER + entry % form.STAGES, WARPGROUP * form.GROUPS + WARP)
     else:
         mbarrier.wait(empty.index(entry % form.STAGES), ((entry // form.STAGES) & 1) ^ 1)
 

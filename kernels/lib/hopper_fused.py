@@ -11,6 +11,7 @@ from fa2tune.kernels.lib.hopper import (
     PACKED_ROWS,
     await_kernel_before,
     mbarrier,
+    named_barrier_sync,
     tma_load,
     warpgroup_mma,
 )
@@ -43,9 +44,6 @@ V_EMPTY = gl.constexpr(15)  #: no warp reads V any more (concatenated groups wit
 ALL_GROUPS = gl.constexpr(space.GROUPS * WARPGROUP_THREADS)
 GROUP_AND_WARP = gl.constexpr(WARPGROUP_THREADS + WARP_THREADS)
 GROUPS_AND_WARP = gl.constexpr(space.GROUPS * WARPGROUP_THREADS + WARP_THREADS)
-_BARRIER_SYNC = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
-_BARRIER_ARRIVE = gl.constexpr("bar.arrive $1, $2; mov.b32 $0, 0;")
-_BARRIER_ARRIVE_IF = gl.constexpr("{.reg .pred p; setp.ne.s32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0;}")
 
 
 class Form(NamedTuple):
@@ -116,6 +114,23 @@ class Shared(NamedTuple):
     out_v: tuple  #: of V's shape; (): dV leaves through out, too
 
 
+class Turns(NamedTuple):
+    """Of the rings of Q and dO."""
+
+    done: gl.tensor  #: before place 0 of a head
+    base: gl.tensor  #: before the tile
+    limit: gl.tensor  #: with the tile
+
+
+class Head(NamedTuple):
+    """A query head, and the keys that a group of consumers has of the tile."""
+
+    h: gl.tensor
+    key: gl.tensor  #: first one
+    offset: gl.tensor  #: query i is at place i + offset of the keys
+    seqlen_k: gl.tensor
+
+
 class Barriers(NamedTuple):
     """mbarriers: one of V, of the others one a slot. empty: of Q and dO."""
 
@@ -126,31 +141,6 @@ class Barriers(NamedTuple):
     empty: gl.shared_memory_descriptor
     do_ready: gl.shared_memory_descriptor
     ds_ready: gl.shared_memory_descriptor
-
-
-@gluon.jit
-def named_barrier_sync(number, THREADS: gl.constexpr):
-    """Waits at a named barrier until so many threads have arrived."""
-    gl.inline_asm_elementwise(
-        _BARRIER_SYNC, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def named_barrier_arrive(number, THREADS: gl.constexpr):
-    """Arrives at a named barrier and goes on."""
-    gl.inline_asm_elementwise(
-        _BARRIER_ARRIVE, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def named_barrier_arrive_if(condition, number, THREADS: gl.constexpr):
-    """Arrives at a named barrier, where the condition (the same for every thread) holds, and goes on. Without a branch."""
-    gl.inline_asm_elementwise(
-        _BARRIER_ARRIVE_IF, "=r,r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS), gl.to_tensor(condition).to(gl.int32)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -393,25 +383,24 @@ def _lse_of(terms_smem, stage, WARPS: gl.constexpr, layout: gl.constexpr, form):
 
 @gluon.jit
 def probabilities(
-    s, row, key, offset, seqlen_k, terms_smem, stage, sequence, head, call, ROWS: gl.constexpr, MASK: gl.constexpr,
-    layout: gl.constexpr, form,
-):  # fmt: skip
-    """P^T [ROWS, M], and what dS^T is dP^T times, of what ``started_scores`` began; the first row is of ``key``, the first
+    s, row, head, terms_smem, stage, sequence, call, ROWS: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr, form
+):
+    """P^T [ROWS, M], and what dS^T is dP^T times, of what ``started_scores`` began; the first row is of ``head.key``, the first
     column of ``row``."""
     if form.SCORED:
         places = row + gl.arange(0, form.BLOCK_M, layout=gl.SliceLayout(0, layout))
-        keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        keys = head.key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         lse = _lse_of(terms_smem, stage, ROWS // 16, layout, form)
-        s = form.APPLY(s, call.score, places[None, :], keys[:, None], offset, sequence, head)
+        s = form.APPLY(s, call.score, places[None, :], keys[:, None], head.offset, sequence, head.h)
         p = gl.exp2((s + lse[None, :]) * call.qk_scale)
     else:
         p = gl.exp2(s * call.qk_scale)
     if MASK:
-        keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-        p = form.HIDE_QUERIES(p, keys, row, offset, seqlen_k, call.window, layout)
+        keys = head.key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        p = form.HIDE_QUERIES(p, keys, row, head.offset, head.seqlen_k, call.window, layout)
     slope = p
     if form.SCORED:
-        slope = form.GRAD(p, s, call.score, places[None, :], keys[:, None], offset, sequence, head)
+        slope = form.GRAD(p, s, call.score, places[None, :], keys[:, None], head.offset, sequence, head.h)
     return p, slope
 
 

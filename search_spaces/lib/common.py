@@ -16,6 +16,7 @@ TILES_FIT = "tiles_fit_shared_memory", "tiles exceed shared memory"
 REGISTERS_HOLD_TILES = "registers_hold_tiles", "tiles exceed the registers"
 REGISTERS_HOLD_LOOP = "registers_hold_loop", "what lives through the loop exceeds the registers"
 
+REGISTERS_SM = 1 << 16  #: of a multiprocessor
 #: Bytes of a row that TMA swizzles together at most.
 SWIZZLED_BYTES = 128
 
@@ -124,7 +125,9 @@ REGISTER_CAP_BINDS = Constraint(
     "register_cap_binds",
     "maxnreg is no lower than the block's own limit",
     "the block size limits the registers of a thread (16 warps: 128); a cap at or above that limit changes nothing",
-    lambda config, spec, arch: config["maxnreg"] == 0 or config["maxnreg"] * WARP_THREADS * config["num_warps"] < 65536,
+    lambda config, spec, arch: (
+        config["maxnreg"] == 0 or config["maxnreg"] * WARP_THREADS * config["num_warps"] < REGISTERS_SM
+    ),
 )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fa2tune.search_spaces.lib.common import REGISTERS_HOLD_TILES, TILES_FIT
+from fa2tune.search_spaces.lib.common import REGISTERS_HOLD_TILES, REGISTERS_SM, TILES_FIT
 from fa2tune.search_spaces.lib.hopper import (
     BARRIER_BYTES,
     HEAD_DIM_HAS_PARTS,
@@ -13,7 +13,7 @@ from fa2tune.search_spaces.lib.hopper import (
     spare_registers,
 )
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
-from fa2tune.spec.variant import Constraint, SearchSpace, added
+from fa2tune.spec.variant import WARPGROUP_THREADS, Constraint, SearchSpace, added
 
 ROWS = 64  #: query rows of a consumer group
 #: maxnreg, the registers a thread gets at launch -> programs that a multiprocessor holds at once; 0: as many as one may have.
@@ -51,7 +51,7 @@ def programs(config: Config) -> int:
 def registers(config: Config) -> int:
     """Registers a thread of a consumer group gets: what the groups' share of the launch leaves beside the producer."""
     groups = config["BLOCK_M"] // ROWS
-    launch = config["maxnreg"] or 65536 // (128 * (groups + 1)) // 8 * 8
+    launch = config["maxnreg"] or REGISTERS_SM // (WARPGROUP_THREADS * (groups + 1)) // 8 * 8
     return int(((groups + 1) * launch - PRODUCER_REGISTERS) // groups // 8 * 8)
 
 

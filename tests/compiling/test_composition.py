@@ -102,6 +102,7 @@ HOPPER = {
         # what decides which calls a config is chosen for, which points are searched, what is tried first
         ("search_spaces.sm90.fwd", "LEAST_QUERIES = 1024", "LEAST_QUERIES = 2048", set(), set()),
         ("search_spaces.portable.fwd", "64: (64, 128, 4, 2)", "64: (64, 64, 4, 2)", set(), set()),
+        ("search_spaces.lib.common", "REGISTER_CAP_BINDS,", "", set(), set()),
         ("kernels.sm90.fwd", "suited=space.suited,", "suited=space.other,", set(), set()),
         # the launch of a kernel
         ("kernels.portable.fwd_norms", "math.prod(space.norms_shape(problem))", "space.norms_shape(problem)[0]",
@@ -167,6 +168,7 @@ def test_a_parameter_that_a_callback_does_not_use_does_not_count(edit: Edit) -> 
     ("text", "kept"),
     [
         ("VARIANT = described(SPACE, serves='fwd')", "VARIANT = described(SPACE)"),
+        ("VARIANT = described(space=SPACE, serves='fwd')", "VARIANT = described()"),
         ("VARIANT: Variant = Variant(kernel, serves='fwd')", "VARIANT: Variant = Variant(kernel)"),
         ("VARIANT = described(SPACE, role='fwd_combine', ordered_form_of='sm80/one')", "VARIANT = described(SPACE)"),
         ("VARIANT = Variant(kernel, role='fwd_combine', ordered_form_of='sm80/one')", "VARIANT = Variant(kernel)"),
