@@ -18,14 +18,12 @@ from fa2tune.rows.row import PORTED, Row, over_portable, precedence, winner
 from fa2tune.spec.key import DENSE_FAMILY, TuningKey
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD, DTYPES, ITEMSIZE, KERNELS, Problem
+from fa2tune.spec.tuned import tuned
 from fa2tune.spec.variant import PORTABLE_FOLDER
 
 #: The two passes first, then the kernels of the backward.
 KERNEL_ORDER = ("fwd", BACKWARD, *(kernel for kernel in KERNELS if kernel != "fwd"))
-KERNEL_TITLES = {
-    "fwd": "forward", "bwd": "backward, whole", "bwd_dkdv": "backward dK, dV", "bwd_dq": "backward dQ",
-    "bwd_fused": "backward, fused",
-}  # fmt: skip
+KERNEL_TITLES = {BACKWARD: "backward, whole", **{name: one.title for name, one in tuned().items()}}
 #: When a point of the space was dropped, by its reason. A reason in neither group is a failure: a crash, say.
 AFTER_COMPILE = ("shared_memory", "registers", "spills")
 BY_ARITHMETIC, BY_LIMITS, BY_FAILURE = "arithmetic, before the compile", "limits, after the compile", "failures"
@@ -109,7 +107,8 @@ def least_bytes(problem: Problem, kernel: str) -> float:
         "bwd_fused": inputs + line + k + v + 2 * rows_q * p.head_dim * 4,
         BACKWARD: inputs + o + q + k + v,
     }
-    return float(moved.get(kernel, inputs))
+    loop = tuned()[kernel].loop if kernel in tuned() else kernel
+    return float(moved.get(loop, inputs))
 
 
 def nearness(row: Row) -> float | None:
