@@ -1,6 +1,6 @@
 """FlashAttention-2 backward over key tiles for Hopper: dK and dV, half of the deterministic strategy. A warp feeds Q and dO by
 TMA to two groups of four warps. Either each owns 64 keys; or one owns dV and the other dK, so that 64 keys of head dim 256 fit:
-the first makes P and hands it on."""
+the first makes P and passes it on."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

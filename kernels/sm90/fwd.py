@@ -84,19 +84,30 @@ class Share(NamedTuple):
     offset: gl.tensor
 
 
+class Work(NamedTuple):
+    """What a consumer group has for all of its tiles."""
+
+    share: Share
+    out: Outputs
+    smem: Shared
+    barriers: Barriers
+    queue: tuple
+    qk_scale: gl.tensor
+    call: Call
+
+
 @gluon.jit
 def _tile_of(turn, share, call, form):
     return tile_of(turn, share.tiles, share.heads, call.heads_per_wave, form.BLOCK_M, form.LONGEST_LAST)
 
 
 @gluon.jit
-def _one_tile(
-    ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, share, out, smem, barriers, queue, qk_scale, call,
-    CONSUMER: gl.constexpr, form,
-):  # fmt: skip
+def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work, CONSUMER: gl.constexpr, form):
     """This group's rows of a program's turn-th tile. ahead: its first block's scores, if Q_STAGES is 2. Returns what the next
     tile is called with: (ahead, done, start_m, head, end_q, seqlen_q, seqlen_k). RAGGED: the last two are its sequence's, which
     ends at row end_q of all."""
+    share, out, smem, barriers = work.share, work.out, work.smem, work.barriers
+    queue, qk_scale, call = work.queue, work.qk_scale, work.call
     # A tile is worked out beside its own first exponentials: where the one before ends, the divisions would hold up products.
     # With one Q tile nothing could run meanwhile, and a causal mask has to know the next tile there.
     AT_FIRST: gl.constexpr = form.Q_STAGES > 1 and not form.RIGHT_BOUNDED and not form.RAGGED
@@ -283,6 +294,7 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
     offset = seqlen_k - seqlen_q  # bottom-right: row i sees keys up to i + offset
     turns = turns_of(tiles * heads)
     share = Share(tiles, heads, turns, offset)
+    work = Work(share, out, smem, barriers, queue, qk_scale, call)
     done = 0  # key blocks of earlier tiles
     if form.RAGGED:
         head, start_m, end_q, seqlen_q, _end_k, seqlen_k = received_tile(queue, 0, 4)
@@ -308,16 +320,14 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
         turn = 0
         while head >= 0:
             s, done, start_m, head, end_q, seqlen_q, seqlen_k = _one_tile(
-                s, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, share, out, smem, barriers, queue, qk_scale, call,
-                CONSUMER, form,
-            )  # fmt: skip
+                s, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work, CONSUMER, form
+            )
             turn += 1
     else:
         for turn in range(turns):
             s, done, start_m, head, end_q, seqlen_q, seqlen_k = _one_tile(
-                s, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, share, out, smem, barriers, queue, qk_scale, call,
-                CONSUMER, form,
-            )  # fmt: skip
+                s, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work, CONSUMER, form
+            )
     if form.PINGPONG and CONSUMER == 0:
         await_turn(CONSUMER)  # the last group has passed on once more than it was passed
     tma_store_wait(0)
