@@ -63,7 +63,7 @@ OUTCOMES = ("PASS", "WRONG", "STRAY", "FAULT", "ERROR")
 CACHE, ROWS = Path(__file__).parent.parent / "cache", ("h200.sqlite", "h100.sqlite")
 
 TOGETHER = {"ORDER": "together"}
-JOINED = {**TOGETHER, "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
+CONCATENATED = {**TOGETHER, "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
 FINISHED = {"BESIDE": True, "FINISH_BESIDE": True}
 ONE_GROUP = {
     "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3, "PINGPONG": False, "NUMBERED": False, "maxnreg": 80, "Q_IN_REGISTERS": True,
@@ -151,11 +151,11 @@ CASES = (
     Case("backward, from registers", (4, 2), settings=FROM_REGISTERS),
     Case("backward, together, by TMA", (4, 2), settings={**TOGETHER, **BY_TMA}),
     Case("backward, 64, scores ahead", (4, 2), (64, 64), settings=AHEAD),
-    Case("backward, joined", (4, 2), settings={**JOINED, **BY_TMA}),
-    Case("backward, 64, joined", (4, 2), (64, 64), settings={**JOINED, **FROM_REGISTERS}),
+    Case("backward, concatenated", (4, 2), settings={**CONCATENATED, **BY_TMA}),
+    Case("backward, 64, concatenated", (4, 2), (64, 64), settings={**CONCATENATED, **FROM_REGISTERS}),
     Case("backward, prepared beside", (8, 2), settings={"BESIDE": True}),
     Case("backward, and finished", (8, 2), settings={**TOGETHER, **FINISHED, **BY_TMA}),
-    Case("backward, joined, and finished", (4, 2), settings={**JOINED, **FINISHED, **FROM_REGISTERS}),
+    Case("backward, concatenated, and finished", (4, 2), settings={**CONCATENATED, **FINISHED, **FROM_REGISTERS}),
     Case("backward, large", (32, 8), packings=DOCUMENTS),
     Case("split, grouped", (8, 1), packings=("unequal",)),
     Case("split, 256", (4, 2), (256, 256), masks=BOTH),

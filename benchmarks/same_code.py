@@ -11,7 +11,8 @@ functions, is compared first: where that is the same, so is what follows from it
 The files and their JSON copies are rewritten only if the machine code of all binaries is the same, instruction by instruction:
 a measurement belongs to the code that ran. The same PTX counts as the same code, because on a busy host ptxas assigned the
 spill slots of one and the same PTX differently. Line numbers are left out, because ptxas may order the same instructions
-differently when they move. Needs no GPU, but the Triton that made the rows; run it once per version.
+differently when they move, and a kernel may have another name. Needs no GPU, but the Triton that made the rows; run it once per
+version.
 
 `fa2tune cache renew` does without OLD_TREE, by the hash of machine code that rows keep.
 
@@ -82,14 +83,17 @@ for kernel, spec, config, arch in jobs:
     before, after = compiler.around(variant, spec, config, arch)
     texts = ["", ""]
     for one, its_config in [*before, (variant, config), *after]:
+        called = re.compile(rf"\\b{one.kernel.fn.__name__}\\b")  # a kernel may be called otherwise
         if asked == "inlined":
             options = compiler.options(its_config)
-            texts[0] += inlined(compiler.source(one, spec, its_config), options, arch) + repr(sorted(options.items()))
+            made = inlined(compiler.source(one, spec, its_config), options, arch)
+            texts[0] += called.sub("kernel", made) + repr(sorted(options.items()))
             continue
         binary = compiler.build(one, spec, its_config, arch)
         command = [compiler.tool("cuobjdump"), "-sass", binary.cubin_path]
-        texts[0] += subprocess.run(command, capture_output=True, check=True, text=True).stdout
-        texts[1] += compiler.compile_kernel(one, spec, its_config, arch).asm["ptx"]
+        said = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+        texts[0] += called.sub("kernel", said)
+        texts[1] += called.sub("kernel", compiler.compile_kernel(one, spec, its_config, arch).asm["ptx"])
     found.append([hashlib.sha256(text.encode()).hexdigest() for text in texts if text])
 hashes = fingerprint.kernel_hashes()
 print(json.dumps([{**hashes, **{source: hashes.get(source) for source in sources}}, found]))

@@ -1,7 +1,7 @@
 """Gluon kernels run by Python itself, for their addresses and their protocol, and if asked for what they compute.
 
 Every device function is the kernel's own. Its module's names for the hardware are replaced: integers are NumPy's, checked for
-32 bits, and divided as C divides; partitions are threads that wait for each other at mbarriers and numbered barriers. An access
+32 bits, and divided as C divides; partitions are threads that wait for each other at mbarriers and named barriers. An access
 outside its tensor raises ``Fault``. What is computed in floating point is ``UNKNOWN``, unless ``launch`` is asked for values:
 then memory holds numbers, layouts move nothing, and a product reads shared memory when it is waited for. If that has changed
 since it was issued, its result is NaN.
@@ -138,7 +138,7 @@ class Program:
     changed: threading.Condition = field(default_factory=threading.Condition)
     met: dict[int, list[int]] = field(
         default_factory=dict
-    )  #: numbered barrier -> threads that have come, times it was full
+    )  #: named barrier -> threads that have come, times it was full
     known: set[int] = field(
         default_factory=set
     )  #: of these, where a thread came that knows that the kernel before has ended

@@ -80,9 +80,11 @@ def named(space: Path, name: str, default: str = "SPACE.default") -> None:
     """A space of the portable forward without LOADS, whose configs say what they are."""
     text = f"""
 from fa2tune.search_spaces.lib.common import DESCRIPTOR_NEEDS_TMA
-from fa2tune.spec.variant import SearchSpace
+from fa2tune.spec.variant import Constraint, SearchSpace
 dimensions = {{name: values for name, values in SPACE.dimensions.items() if name != "LOADS"}}
 own = tuple(one for one in SPACE.constraints if one is not DESCRIPTOR_NEEDS_TMA)
+tall = lambda config, spec, arch: config["BLOCK_M"] >= config["BLOCK_N"]
+own += Constraint("tall_tiles", "tiles with more keys than rows", "so that there is one", tall),
 SPACE = SearchSpace("fwd", {{**dimensions, "IMPLEMENTATION": ("{name}",)}}, own, {default})
 """
     space.write_text(space.read_text(encoding="utf-8") + text, encoding="utf-8")
@@ -118,6 +120,8 @@ def test_a_kernel_is_two_files(tree: Path, run: Callable[..., str], tmp_path: Pa
     assert {"toy"} <= {row.implementation for row in rows} <= {"toy", "pointer", "descriptor", "sm80"}
     (row,) = (row for row in rows if row.implementation == "toy")
     assert row.config["IMPLEMENTATION"] == "toy" and "LOADS" not in row.config and row.time_us and row.errors
+    shown = run("-m", "fa2tune", "cache", "show", "--cache", str(tmp_path / "rows.sqlite"))
+    assert f"tiles with more keys than rows: {row.pruned['tall_tiles']}" in shown
     Store(tmp_path / "toy.sqlite").put([row])  # alone, so that no other is taken for faster
     found = called(run, tmp_path / "toy.sqlite")
     assert found["config"]["IMPLEMENTATION"] == "toy" and found["error"] < 2e-3
@@ -168,6 +172,49 @@ def test_a_row_lives_as_long_as_its_machine_code(tree: Path, run: Callable[..., 
     edit(kernel, "out = acc / total[:, None]", "out = acc / (total[:, None] + 1e-30)")
     assert renew(status=1) == "1 other machine code"
     assert reader.read(path) == [after]
+
+
+#: Gradients of one call in Triton's interpreter: which kernels a row serves, and how far dQ is from float64.
+BACKWARD_CALL = """
+import json, torch, fa2tune
+from fa2tune.spec.mask import CAUSAL
+from fa2tune.measuring import reference
+from fa2tune.spec.problem import Problem
+inputs = reference.make_inputs(Problem("fp16", 1, 4, 2, 70, 90, 64, 64, CAUSAL), "cpu")
+oracle, _ = reference.oracle_and_reference(inputs, mask=CAUSAL)
+q, k, v = (t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+dq, _, _ = torch.autograd.grad(fa2tune.attention(q, k, v, causal=True), (q, k, v), inputs.do)
+served = fa2tune.explain(q, k, v, causal=True).kernels
+print(json.dumps({"kernels": [one.kernel for one in served if one.row], "times": float((dq / oracle["dq"]).median())}))
+"""
+
+
+def test_a_kernel_with_a_name_of_its_own_is_two_files(tree: Path, run: Callable[..., str], tmp_path: Path) -> None:
+    """Another dQ, of a strategy of its own, tuned and served: its gradients are twice as large, so that results tell."""
+    for folder in ("kernels", "search_spaces"):
+        shutil.copy(tree / folder / "portable" / "bwd_dq.py", tree / folder / "portable" / "bwd_rows.py")
+    kernel = tree / "kernels" / "portable" / "bwd_rows.py"
+    edit(kernel, "fa2tune.search_spaces.portable.bwd_dq", "fa2tune.search_spaces.portable.bwd_rows")
+    brings = 'products=(2, 1),\n    loop="bwd_dq",\n    title="backward, rows",\n'
+    edit(
+        kernel,
+        'serves="bwd_dq",\n',
+        f'serves="bwd_rows",\n    {brings}    strategy=("rows", "bwd_rows", "bwd_dkdv"),\n',
+    )
+    path = tmp_path / "rows.sqlite"
+    run("-m", "fa2tune", *TUNE[:2], "bwd", *TUNE[3:], "--cache", str(path), "--gpu", "a100", "--trials", "2")
+    rows = reader.read(path)
+    own = [row for row in rows if row.strategy == "rows" or row.key.kernel in ("bwd_rows", "bwd_dkdv")]
+    assert {row.key.kernel for row in own} == {"bwd", "bwd_rows", "bwd_dkdv"}
+    assert all(row.time_us and row.errors for row in own)
+    Store(tmp_path / "own.sqlite").put(own)
+    edit(kernel, "acc * softmax_scale, start_m", "2.0 * acc * softmax_scale, start_m")
+    found = json.loads(
+        run("-c", BACKWARD_CALL, TRITON_INTERPRET="1", FA2TUNE_CACHE=str(tmp_path / "own.sqlite")).splitlines()[-1]
+    )
+    assert found["kernels"] == ["bwd", "bwd_rows", "bwd_dkdv"] and round(found["times"], 2) == 2
+    run("-m", "fa2tune", "report", "--cache", str(path), "--out", str(tmp_path / "report.html"))
+    assert "backward, rows" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 #: Prefix language models: the keys of the prefix are seen by all queries, the others as under the causal mask.

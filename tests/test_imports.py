@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fa2tune.compiling.registry import variants
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "fa2tune": ROOT / "fa2tune",
@@ -165,8 +167,15 @@ def test_no_file_is_longer_than_500_lines(module: str) -> None:
     assert len(MODULES[module].read_text().splitlines()) <= 500
 
 
-@pytest.mark.parametrize("module", [each for each in MODULES if room(f"{each}.") not in ("kernels", "search_spaces")])
-def test_no_function_on_the_host_is_longer_than_80_lines(module: str) -> None:
+#: What runs on the host: all but device code.
+HOST_FILES = [
+    *(path for module, path in MODULES.items() if room(f"{module}.") != "kernels"),
+    *(path for folder in ("tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))),
+]
+
+
+@pytest.mark.parametrize("path", HOST_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_function_on_the_host_is_longer_than_80_lines(path: Path) -> None:
     """A docstring does not count. Device code may be longer: a kernel is one function."""
 
     def lines(function: ast.FunctionDef) -> int:
@@ -174,5 +183,14 @@ def test_no_function_on_the_host_is_longer_than_80_lines(module: str) -> None:
         said = first.end_lineno - first.lineno + 1 if ast.get_docstring(function) is not None else 0
         return function.end_lineno - function.lineno + 1 - said
 
-    functions = [node for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     assert not {function.name: lines(function) for function in functions if lines(function) > 80}
+
+
+@pytest.mark.parametrize("module", [each for each in MODULES if room(f"{each}.") == "kernels"])
+def test_no_device_function_has_more_than_16_parameters(module: str) -> None:
+    """But for a kernel, whose parameters are those of a launch: what travels together is a named tuple."""
+    kernels = {variant.kernel.fn.__name__ for variant in variants().values()}
+    functions = [node for node in ast.parse(MODULES[module].read_text()).body if isinstance(node, ast.FunctionDef)]
+    taken = {function.name: len(function.args.args) for function in functions if function.name not in kernels}
+    assert {name: count for name, count in taken.items() if count > 16} == {}

@@ -15,7 +15,7 @@ SPACE = SearchSpace(
     },
     constraints=(
         SIXTEEN_BIT,
-        Constraint("whole_groups", "64 rows a group", lambda c, spec, arch: c["BLOCK_M"] == 64 * c["GROUPS"]),
+        Constraint("whole_groups", "not whole groups", "64 a group", lambda c, spec, arch: c["BLOCK_M"] == 64 * c["GROUPS"]),
     ),
     default=lambda spec, arch: DEFAULT,
 )  # fmt: skip

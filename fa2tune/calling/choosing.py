@@ -223,8 +223,13 @@ class Chooser:
             return f"the implementation {row.implementation!r:.40} is not known to this version"
         if row.barred:
             return row.barred
-        if row.strategy == FUSED and deterministic:
-            return "it sums dQ in no fixed order, and deterministic=True asks for one"
+        if row.strategy != SPLIT and deterministic:
+            how = (
+                "it sums dQ in no fixed order"
+                if row.strategy == FUSED
+                else "nothing says that it sums in a fixed order"
+            )
+            return f"{how}, and deterministic=True asks for one"
         if row.strategy == FUSED and large:
             return (
                 "its sums of dQ, 128 rows for each sequence at least, would take too much memory for so many short ones"

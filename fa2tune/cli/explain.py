@@ -108,7 +108,8 @@ def explain(
     for line in _short(found, screen.width if screen.is_terminal else None, verbose):
         echo(line)
     if verbose:
-        strategy = FUSED if any(one.kernel in STRATEGIES[FUSED] for one in found.kernels) else SPLIT
+        served_kernels = {one.kernel for one in found.kernels}
+        strategy = next((name for name, needed in STRATEGIES.items() if served_kernels >= {*needed}), SPLIT)
         for served in found.kernels:
             click.echo()
             if served.kernel == BACKWARD and deterministic:

@@ -20,7 +20,6 @@ from typing import Any
 
 from fa2tune import versions
 from fa2tune.compiling import hostside
-from fa2tune.compiling.composition import PARSING
 from fa2tune.compiling.debuginfo import no_line_numbers
 from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.compiling.registry import variant_named
@@ -28,6 +27,7 @@ from fa2tune.spec.extent import DENSE, OFFSETS, PACKED, PACKED_ROWS_OF, RAGGED
 from fa2tune.spec.maskfile import hooks_of, mask_named
 from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
 from fa2tune.spec.scorefile import score_named
+from fa2tune.spec.stated import PARSING
 from fa2tune.spec.variant import (
     HOOKS,
     OPTIONAL_HOOKS,

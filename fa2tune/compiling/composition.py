@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from fa2tune.spec.stated import PARSING
+from fa2tune.spec.tuned import BRINGS
+
 #: Packages whose definitions are followed. The rest of fa2tune is the host's, which describes binaries but is not in them.
 FOLLOWED = ("fa2tune.kernels", "fa2tune.search_spaces")
-#: What a kernel's file says as literals in the call that VARIANT is, beside the architectures: what the registry reads off the
-#: text.
+#: What a kernel's file says as literals in the call that VARIANT is, beside the architectures and what brings a name
+#: (``spec/tuned.py``): what the registry reads off the text.
 STATED = ("serves", "role", "ordered_form_of")
 #: What a Variant or a mask says that neither its binary nor its launch depends on: names, the search, which calls it is chosen
 #: for. (The kernels before and after are followed on their own.)
 NOT_CODE = {
-    "Variant": (*STATED, "space", "min_arch", "max_arch", "fitted", "suited", "before", "after"),
+    "Variant": (*STATED, *BRINGS, "space", "min_arch", "max_arch", "fitted", "suited", "before", "after"),
     "ScoreHooks": ("transformed", "numbered"),
     "MaskHooks": ("visible", "row_mask", "pairs", "fitted", "text"),
 }
-
-#: Held by whatever has Python parse sources, as Triton does to hash a kernel and again to translate it. CPython (3.11 at least)
-#: counts the depth of a syntax tree for all threads together, so two that parse at once may be refused by a SystemError
-#: (python/cpython issue 106905), and Triton would keep its half of a hash for the whole.
-PARSING = threading.RLock()
 
 #: (module, top-level name in it)
 Definition = tuple[str, str]
@@ -113,9 +110,9 @@ def _defines(statement: ast.stmt) -> Iterator[str]:
 
 
 class _Code(ast.NodeTransformer):
-    """Leaves out docstrings, what a call of NOT_CODE says there, what is STATED in the call that makes VARIANT, and of host
-    functions the parameters that they do not use, named with an underscore or ``serves``: a signature that gains one changes no
-    kernel. Device code loses its docstrings alone. A syntax tree has no comments and no layout."""
+    """Leaves out docstrings, what a call of NOT_CODE says there, what is STATED in the call that makes VARIANT, its space, and
+    of host functions the parameters that they do not use, named with an underscore or ``serves``: a signature that gains one
+    changes no kernel. Device code loses its docstrings alone. A syntax tree has no comments and no layout."""
 
     _device = False
 
@@ -123,7 +120,7 @@ class _Code(ast.NodeTransformer):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         named = any(isinstance(one, ast.Name) and one.id == "VARIANT" for one in targets)
         if named and node.col_offset == 0 and isinstance(node.value, ast.Call):
-            node.value.keywords = [each for each in node.value.keywords if each.arg not in STATED]
+            node.value.keywords = [each for each in node.value.keywords if each.arg not in (*STATED, *BRINGS, "space")]
         return self.generic_visit(node)
 
     visit_AnnAssign = visit_Assign

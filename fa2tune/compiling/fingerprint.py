@@ -25,7 +25,8 @@ from fa2tune.spec.variant import HOOKS, OPTIONAL_HOOKS, SCORE_HOOKS, WARP_SPECIA
 #: Files below fa2tune/ that decide what is hashed, and how.
 SOURCES = (
     "compiling/compiler.py", "compiling/composition.py", "compiling/fingerprint.py", "compiling/registry.py", "rows/row.py",
-    "spec/maskfile.py", "spec/problem.py", "spec/roles.py", "spec/scorefile.py", "spec/standins.py", "spec/variant.py",
+    "spec/maskfile.py", "spec/problem.py", "spec/roles.py", "spec/scorefile.py", "spec/standins.py", "spec/stated.py",
+    "spec/tuned.py", "spec/variant.py",
 )  # fmt: skip
 
 

@@ -6,31 +6,24 @@ import ast
 import importlib
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from fa2tune.compiling import binaries, hostside
-from fa2tune.compiling.composition import PARSING, STATED
+from fa2tune.compiling.composition import STATED
 from fa2tune.spec.extent import RAGGED
 from fa2tune.spec.maskfile import hooks_of, mask_named
 from fa2tune.spec.problem import KERNELS, Config, Specialization
 from fa2tune.spec.roles import ROLES, lacking
 from fa2tune.spec.score import NONE
-from fa2tune.spec.standins import is_module
+from fa2tune.spec.stated import calls, kernel_texts
+from fa2tune.spec.tuned import BRINGS, tuned
 from fa2tune.spec.variant import DESCRIPTOR, HOOKS, OPTIONAL_HOOKS, PORTABLE_FOLDER, Variant, implementation_of
 
 log = logging.getLogger("fa2tune")
-
-#: Folders of kernels/ that hold no kernels. Every other one but PORTABLE_FOLDER is an architecture, whose kernels may be
-#: written in a language that this Triton does not have.
-NO_KERNELS = ("lib", "masks", "scores")
-#: Where a file's last statements usually begin: to parse from there takes a tenth of what the device code above would add.
-_VARIANT = re.compile(r"^VARIANT\b", re.MULTILINE)
 
 
 class Stated(NamedTuple):
@@ -47,19 +40,10 @@ class Stated(NamedTuple):
 
 
 def stated(text: str, where: str) -> Stated:
-    """What a kernel's file says. Read and not run, since to run all files takes 0.1 s, for which a first call would wait.
-    ``where``: the file, for errors. ValueError: what it says is no literal, or no kernel, role or architecture."""
+    """What a kernel's file says. ``where``: the file, for errors. ValueError: what it says is no literal, or no kernel, role or
+    architecture."""
     found: set[Stated] = set()
-    for value in _variants_in(text, where):
-        if not isinstance(value, ast.Call):
-            raise ValueError(
-                f"{where}: VARIANT has to be a call that names serves itself, got {ast.unparse(value):.60}"
-            )
-        said = {each.arg: each.value for each in value.keywords}
-        if None in said:
-            raise ValueError(
-                f"{where}: the call that VARIANT is has to name its arguments, got **{ast.unparse(said[None])}"
-            )
+    for said in calls(text, where):
         found.add(Stated(**{name: _literal(name, said[name], where) for name in Stated._fields if name in said}))
     if len(found) > 1:
         for name, of_each in zip(Stated._fields, zip(*found, strict=True), strict=True):
@@ -85,39 +69,10 @@ def _literal(name: str, said: ast.expr, where: str) -> Any:
     return value
 
 
-def _variants_in(text: str, where: str) -> list[ast.expr]:
-    """What is assigned to VARIANT."""
-    begins = [match.start() for match in _VARIANT.finditer(text)]
-    with PARSING:
-        try:
-            # one line that begins so, and the rest is whole statements: no text of a docstring, and no branch of an ``if``
-            tree = ast.parse(text[begins[0] :]) if len(begins) == 1 else ast.parse(text)
-        except SyntaxError:
-            try:
-                tree = ast.parse(text)
-            except SyntaxError as error:
-                raise ValueError(f"{where}: line {error.lineno}: {error.msg}") from error
-    return [
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Name) and target.id == "VARIANT"
-    ]
-
-
 @cache
 def texts() -> Mapping[str, Stated]:
     """What the file of each kernel says of it, by its path: kernels/<folder>/<name>.py is "<folder>/<name>". None is run."""
-    package = importlib.import_module("fa2tune.kernels")
-    folders = sorted(one.name for root in package.__path__ for one in Path(root).iterdir() if one.is_dir())
-    found: dict[str, Stated] = {}
-    for folder in folders:
-        if folder.isidentifier() and folder not in NO_KERNELS:
-            files = (file for root in package.__path__ for file in Path(root, folder).glob("*.py"))
-            for file in sorted(filter(is_module, files)):
-                name = f"{folder}/{file.stem}"
-                found[name] = stated(file.read_text(encoding="utf-8"), f"kernels/{name}.py")
+    found = {name: stated(text, f"kernels/{name}.py") for name, text in kernel_texts().items()}
     for name, text in found.items():
         if (free := text.ordered_form_of) and free not in found:
             raise ValueError(f"kernels/{name}.py: ordered_form_of: got {free!r:.60}, which is no kernel's path")
@@ -161,6 +116,14 @@ class Variants(Mapping[str, Variant]):
                     f"kernels/{name}.py: its Variant has {one} {own!r}, which the call that VARIANT is has to say as "
                     f'{one}="{own}", got {said!r}'
                 )
+        if variant.products is not None:
+            brought = tuned()[variant.serves]
+            for one in BRINGS:
+                if (own := getattr(variant, one)) not in ("", getattr(brought, one)):
+                    raise ValueError(
+                        f"kernels/{name}.py: its Variant has {one} {own!r}, which the call that VARIANT is has to say as a "
+                        f"literal, got {getattr(brought, one)!r}"
+                    )
         if text.role and (text.min_arch, text.max_arch) != (variant.min_arch, variant.max_arch):
             raise ValueError(
                 f"kernels/{name}.py: its Variant has min_arch {variant.min_arch} and max_arch {variant.max_arch}, which the "

@@ -20,6 +20,7 @@ from fa2tune.gpus import Gpu
 from fa2tune.predicting import model
 from fa2tune.predicting.model import MMA, Array, Candidates
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
+from fa2tune.spec.tuned import tuned
 from fa2tune.spec.variant import DESCRIPTOR, WARP_GROUP, WARP_THREADS, Variant
 
 MIN_REGISTERS, MAX_REGISTERS = 40, 255  #: of a thread
@@ -71,7 +72,7 @@ class Guess:
 
     def __init__(self, variant: Variant, spec: Specialization, configs: Sequence[Config], gpu: Gpu) -> None:
         x = _arrays(configs)
-        self.x, self.gpu, self.kernel = x, gpu, variant.serves
+        self.x, self.gpu, self.kernel = x, gpu, tuned()[variant.serves].loop
         self.size = ITEMSIZE[spec.dtype]
         self.d, self.dv = padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
         self.owns_queries = limits.owns_queries(variant, configs[0])

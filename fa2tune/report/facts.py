@@ -3,30 +3,27 @@ averages, what was pruned. Pure: rows and the catalogue in, numbers out."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from fa2tune import gpus
 from fa2tune.gpus import Gpu
 from fa2tune.rows.describe import described_row
+from fa2tune.rows.pruned import spaces
 from fa2tune.rows.row import PORTED, Row, over_portable, precedence, winner
 from fa2tune.spec.key import DENSE_FAMILY, TuningKey
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD, DTYPES, ITEMSIZE, KERNELS, Problem
-from fa2tune.spec.variant import SearchSpace
+from fa2tune.spec.tuned import tuned
+from fa2tune.spec.variant import PORTABLE_FOLDER
 
 #: The two passes first, then the kernels of the backward.
 KERNEL_ORDER = ("fwd", BACKWARD, *(kernel for kernel in KERNELS if kernel != "fwd"))
-KERNEL_TITLES = {
-    "fwd": "forward", "bwd": "backward, whole", "bwd_dkdv": "backward dK, dV", "bwd_dq": "backward dQ",
-    "bwd_fused": "backward, fused",
-}  # fmt: skip
+KERNEL_TITLES = {BACKWARD: "backward, whole", **{name: one.title for name, one in tuned().items()}}
 #: When a point of the space was dropped, by its reason. A reason in neither group is a failure: a crash, say.
 AFTER_COMPILE = ("shared_memory", "registers", "spills")
 BY_ARITHMETIC, BY_LIMITS, BY_FAILURE = "arithmetic, before the compile", "limits, after the compile", "failures"
@@ -110,7 +107,8 @@ def least_bytes(problem: Problem, kernel: str) -> float:
         "bwd_fused": inputs + line + k + v + 2 * rows_q * p.head_dim * 4,
         BACKWARD: inputs + o + q + k + v,
     }
-    return float(moved.get(kernel, inputs))
+    loop = tuned()[kernel].loop if kernel in tuned() else kernel
+    return float(moved.get(loop, inputs))
 
 
 def nearness(row: Row) -> float | None:
@@ -250,7 +248,6 @@ _LIMITS = {
     "hopeless": "by the model's estimate more than twice as slow as its best, at every length",
     "instruction_cache": "float32 products unroll past the instruction cache: minutes to compile, and slow",
 }
-_PORTABLE = "portable"  #: the folder of search spaces whose kernels run on every GPU
 _AFTER = {
     "shared_memory": "the binary needs more shared memory than the GPU gives a block",
     "registers": "registers of all warps exceed those of an SM",
@@ -260,15 +257,12 @@ _AFTER = {
 
 @cache
 def reasons() -> Mapping[tuple[str, bool], Mapping[str, str]]:
-    """(kernel, whether it is a specialised one) -> rule -> its reason. The spaces import neither torch nor triton."""
+    """(kernel, whether it is a specialised one) -> rule -> its reason."""
     found: dict[tuple[str, bool], dict[str, str]] = {}
-    package = importlib.import_module("fa2tune.search_spaces")
-    for root in map(Path, package.__path__):
-        for path in sorted(path for path in root.glob("*/*.py") if path.stem.isidentifier()):
-            module = importlib.import_module(f"fa2tune.search_spaces.{path.parent.name}.{path.stem}")
-            if isinstance(space := getattr(module, "SPACE", None), SearchSpace):
-                rules = found.setdefault((path.stem, path.parent.name != _PORTABLE), {})
-                rules |= {rule.name: rule.why for rule in space.constraints}
+    for path, space in spaces().items():
+        folder, _, kernel = path.partition("/")
+        rules = found.setdefault((kernel, folder != PORTABLE_FOLDER), {})
+        rules |= {rule.name: rule.why for rule in space.constraints}
     return found
 
 

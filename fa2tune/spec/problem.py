@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
+from fa2tune.spec import tuned
 from fa2tune.spec.extent import DENSE, RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.score import NONE, Score
@@ -30,12 +31,12 @@ BUCKETS = (512, 1024, 2048, 4096, 8192, 16384)
 WORKLOAD_TOKENS, WORKLOAD_HIDDEN = 16384, 2048
 
 #: Kernel that is studied by itself -> its matrix products for a visible pair: over the head dim of Q and K, over that of V.
-PRODUCTS = {"fwd": (1, 1), "bwd_dkdv": (2, 2), "bwd_dq": (2, 1), "bwd_fused": (3, 2)}
+PRODUCTS = {name: one.products for name, one in tuned.tuned().items()}
 KERNELS = tuple(PRODUCTS)
-BACKWARD = "bwd"  #: the whole backward, whose rows say which strategy (split or fused) is faster
+BACKWARD = "bwd"  #: the whole backward, whose rows say which strategy (split, fused) is faster
 SPLIT, FUSED = "split", "fused"
 #: The tuned kernels of each strategy of the backward, in order. bwd_dq also makes delta.
-STRATEGIES = {SPLIT: ("bwd_dq", "bwd_dkdv"), FUSED: ("bwd_fused",)}
+STRATEGIES = tuned.strategies()
 
 
 def padded_head_dim(head_dim: int) -> int:

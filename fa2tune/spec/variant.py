@@ -14,6 +14,7 @@ from typing import Any
 
 from fa2tune.spec.maskfile import LAST_KEY
 from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.tuned import tuned
 
 #: The implementations of a kernel, each with a row of its own. Portable kernels read tiles by pointer or by descriptor, as
 #: their config entry LOADS says. Any other kernel names itself in its config by the one value of a dimension IMPLEMENTATION. A
@@ -60,8 +61,9 @@ def added(*values: Any, older: Any) -> Added:
 class Constraint:
     """A named rule a config must keep, with its reason. ``holds(config, spec, arch)``: arithmetic only, no compile."""
 
-    name: str
-    why: str
+    name: str  #: rows and studies count by it what was dropped, so it stays as it is
+    short: str  #: what is dropped, in a few words, for tables; the same wherever the name is
+    why: str  #: a sentence
     holds: Callable[[Config, Specialization, int], bool]
 
 
@@ -168,8 +170,13 @@ class Variant:
     #: in as None where its own block has none
     rest_of: Mapping[str, str] = field(default_factory=dict)
     name: str = ""  #: its path in kernels/: "portable/fwd", "sm90/fwd", ...; given by registry.Variants
-    #: kernel of problem.KERNELS that it implements, written as ``serves="..."`` in its file; "": none, it runs around others
+    #: kernel of tuned.tuned() that it implements, written as ``serves="..."`` in its file; "": none, it runs around others
     serves: str = ""
+    #: where ``serves`` is a name that it brings: what stands of the shipped ones in tuned.SHIPPED, written in the same way
+    products: tuple[int, int] | None = None
+    title: str = ""
+    loop: str = ""
+    strategy: tuple[str, ...] = ()
     #: role of roles.ROLES that it has, written in the same way; "": none
     role: str = ""
     #: path of the fused kernel that computes the same from configs of the same dimensions, without DQ_BUFFERS, dQ summed in any
@@ -247,7 +254,9 @@ class Variant:
 
     @property
     def modelled(self) -> bool:
-        """Whether the analytic model can estimate it: a loop over tiles that Triton pipelines."""
+        """Whether the analytic model can estimate it: a loop over tiles that Triton pipelines, of a kind that it knows."""
+        if self.serves and not tuned()[self.serves].loop:
+            return False
         return {"BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "maxnreg"} <= set(self.space.dimensions)
 
     def runs_on(self, arch: int) -> bool:

@@ -25,7 +25,7 @@ from fa2tune.kernels.lib.ampere import (
     operand_b,
     shared_layout,
 )
-from fa2tune.kernels.lib.ampere_dq_accumulation import TURN_ROWS, add_to_sums, await_turn_of, pass_turn
+from fa2tune.kernels.lib.ampere_dq_accumulation import TURN_ROWS, add_to_sums, await_turn_of, signal_turn
 from fa2tune.kernels.lib.ampere_pairs import (
     ds_by_halves,
     pair_at_b,
@@ -466,7 +466,7 @@ def over_heads(heads, k, v, blocks_of, call, form):
             )  # fmt: skip
             block_barrier()  # all threads have added
             if begin < end:
-                pass_turn(turns + begin // TURN_ROWS, start_n // BLOCK_N + 1)
+                signal_turn(turns + begin // TURN_ROWS, start_n // BLOCK_N + 1)
             turns += heads.rows_padded // TURN_ROWS
         elif form.LEFT_BOUNDED:
             dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(

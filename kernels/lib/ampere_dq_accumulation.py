@@ -67,7 +67,7 @@ def await_turn(turn, due, step: gl.constexpr, passes, number):
 
 
 @gluon.jit
-def pass_turn(turn, number):
+def signal_turn(turn, number):
     """What all threads added ahead of the last barrier is there."""
     gl.inline_asm_elementwise(_PASS, "=r,l,r", [turn.to(gl.int64), number], dtype=gl.int32, is_pure=False, pack=1)
 

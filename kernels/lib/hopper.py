@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 __all__ = [
-    "PACKED_ROWS", "await_kernel_before", "fence_async_shared", "load_block", "mbarrier", "opaque", "reduce_block",
+    "PACKED_ROWS", "await_kernel_before", "fence_async_shared", "load_block", "mbarrier", "named_barrier_arrive",
+    "named_barrier_arrive_if", "named_barrier_sync", "opaque", "reduce_block",
     "store_block", "thread_barrier", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma",
     "warpgroup_mma_wait",
 ]  # fmt: skip
@@ -54,6 +55,37 @@ def await_kernel_before():
     """Of a kernel that starts before the one before it has ended: until that has, and this thread and what it asks of TMA
     may read what it wrote, and add to it."""
     gl.inline_asm_elementwise(_ONE_BEFORE_HAS_ENDED, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+_BARRIER_SYNC = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
+_BARRIER_ARRIVE = gl.constexpr("bar.arrive $1, $2; mov.b32 $0, 0;")
+_BARRIER_ARRIVE_IF = gl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0; }")
+
+
+@gluon.jit
+def named_barrier_sync(number, THREADS: gl.constexpr):
+    """Waits at a named barrier until so many threads have arrived."""
+    gl.inline_asm_elementwise(
+        _BARRIER_SYNC, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def named_barrier_arrive(number, THREADS: gl.constexpr):
+    """Arrives at a named barrier and goes on."""
+    gl.inline_asm_elementwise(
+        _BARRIER_ARRIVE, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def named_barrier_arrive_if(condition, number, THREADS: gl.constexpr):
+    """Arrives at a named barrier, where the condition (the same for every thread) holds, and goes on. Without a branch."""
+    gl.inline_asm_elementwise(
+        _BARRIER_ARRIVE_IF, "=r,r,r,r",
+        [gl.to_tensor(number), gl.to_tensor(THREADS), gl.to_tensor(condition).to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

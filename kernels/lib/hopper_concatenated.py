@@ -7,6 +7,9 @@ from fa2tune.kernels.lib.hopper import (
     await_kernel_before,
     fence_async_shared,
     mbarrier,
+    named_barrier_arrive,
+    named_barrier_arrive_if,
+    named_barrier_sync,
     thread_barrier,
     tma_store,
     tma_store_wait,
@@ -14,18 +17,17 @@ from fa2tune.kernels.lib.hopper import (
     warpgroup_mma_wait,
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at
-from fa2tune.kernels.lib.hopper_dq_accumulation import DONE, add_from_registers, hand_over
+from fa2tune.kernels.lib.hopper_dq_accumulation import DONE, add_from_registers, send_dq
 from fa2tune.kernels.lib.hopper_fused import (
     BLOCK_N,
     EMPTY,
     GROUPS_AND_WARP,
     PIECE_GONE,
     V_EMPTY,
+    Head,
+    Turns,
     add_terms,
     as_block_of,
-    come,
-    come_if,
-    meet,
     probabilities,
     started_scores,
 )
@@ -35,12 +37,11 @@ from fa2tune.kernels.lib.hopper_tiles import first_number, laps_behind, laps_of,
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, words, first_word, k_stage, begin, end, tile, done, base, limit, tile_phase, smem, barriers, h, offset,
-    seqlen_k, call, form, MASK: gl.constexpr,
+    dk_acc, dv_acc, words, first_word, k_stage, tile, turns, tile_phase, smem, barriers, head, call, form,
+    MASK: gl.constexpr,
 ):  # fmt: skip
-    """Places [begin, end) of the tile's query blocks of one head, see block_at, whose sums of dQ start at
-    first_word. Turns of the rings: done before place 0 of this head, base before this tile, limit with it. k_stage: where this
-    tile's K lies; tile_phase: of its v_ready."""
+    """The tile's query blocks of one head, see block_at, whose sums of dQ start at first_word: with MASK those under the mask,
+    else those that see every key. k_stage: where this tile's K lies; tile_phase: of its v_ready."""
     dtype: gl.constexpr = smem.q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, form.BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, form.BLOCK_D, 16])
@@ -52,8 +53,8 @@ def _over_queries(
     zero_dq = gl.zeros([form.BLOCK_M, form.BLOCK_D], gl.float32, dq_layout)
     k_tile = smem.k.index(k_stage).reshape([BLOCK_N, form.BLOCK_D])
     v_tile = smem.v.index(0).reshape([BLOCK_N, form.BLOCK_D])
-    for j in range(begin, end):
-        turn = done + j
+    for j in range(tile.first if MASK else tile.full, tile.full if MASK else tile.end):
+        turn = turns.done + j
         block = block_at(j, tile.first, tile.end, tile.rotation, form.LEFT_BOUNDED)
         stage = turn % form.STAGES
         phase = (turn // form.STAGES) & 1
@@ -70,9 +71,8 @@ def _over_queries(
             dp_next = add_terms(dp_next, smem.delta, stage, BLOCK_N, form.BLOCK_M, s_layout)
             s = warpgroup_mma_wait(2, deps=[s_next])  # dP and its terms
         p, slope = probabilities(
-            s, block * form.BLOCK_M, tile.start_n, offset, seqlen_k, smem.lse, stage, tile.sequence, h, call, BLOCK_N, MASK,
-            s_layout, form,
-        )  # fmt: skip
+            s, block * form.BLOCK_M, head, smem.lse, stage, tile.sequence, call, BLOCK_N, MASK, s_layout, form
+        )
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
         if form.EXPONENTIALS_FIRST:
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
@@ -83,7 +83,7 @@ def _over_queries(
             dp_next = add_terms(dp_next, smem.delta, stage, BLOCK_N, form.BLOCK_M, s_layout)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         if form.K_STAGES > 1:
-            come_if(turn + 1 == limit, V_EMPTY, GROUPS_AND_WARP)
+            named_barrier_arrive_if(turn + 1 == turns.limit, V_EMPTY, GROUPS_AND_WARP)
         ds = (slope * dp).to(dtype)
         ds_operand = gl.convert_layout(ds, a_layout)
         # both groups read both halves; this buffer's last readers were done before the last barrier
@@ -101,15 +101,15 @@ def _over_queries(
                 words, first_word + block * (form.BLOCK_M * form.BLOCK_D), dq, form.BLOCK_M, form.BLOCK_D
             )
         else:
-            hand_over(dq, smem.dq, turn == base, 0, form.BLOCK_M, form.BLOCK_D, GROUPS_AND_WARP)
+            send_dq(dq, smem.dq, turn == turns.base, 0, form.BLOCK_M, form.BLOCK_D, GROUPS_AND_WARP)
         dk_acc, ds_operand = warpgroup_mma_wait(0, deps=[dk_next, ds_operand])
-        come(EMPTY + stage, GROUPS_AND_WARP)
+        named_barrier_arrive(EMPTY + stage, GROUPS_AND_WARP)
     return dk_acc, dv_acc
 
 
 @gluon.jit
 def consume_concatenated(words, dk, dv, smem, barriers, channel, tiles_done, call, form):
-    """Both groups as one partition: dK and dV of each tile, and what it adds to every dQ. They meet twice a block."""
+    """Both groups as one partition: dK and dV of each tile, and what it adds to every dQ. They synchronise twice a block."""
     seqlen_k = call.seqlen_k
     dtype: gl.constexpr = smem.q.dtype
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, form.BLOCK_D, 16])
@@ -139,17 +139,16 @@ def consume_concatenated(words, dk, dv, smem, barriers, channel, tiles_done, cal
             tma_store_wait(0)
             thread_barrier()
             for g in range(call.group):  # every query head that reads this key head
-                done = base + g * n_blocks - tile.first
-                h = tile.h_kv * call.group + g
-                head = tile.b * call.heads_q + tile.h_kv * call.group + g
-                first_word = head.to(gl.int64) * call.rows_padded * form.BLOCK_D
+                turns = Turns(base + g * n_blocks - tile.first, base, base + total)
+                head = Head(tile.h_kv * call.group + g, tile.start_n, offset, seqlen_k)
+                of_all = tile.b * call.heads_q + tile.h_kv * call.group + g
+                first_word = of_all.to(gl.int64) * call.rows_padded * form.BLOCK_D
                 if form.RAGGED:
                     first_word += tile.own_row.to(gl.int64) * form.BLOCK_D
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc = _over_queries(
-                        dk_acc, dv_acc, words, first_word, k_stage, tile.full if part else tile.first,
-                        tile.end if part else tile.full, tile, done, base, base + total, filled & 1, smem, barriers, h,
-                        offset, seqlen_k, call, form, part == 0,
+                        dk_acc, dv_acc, words, first_word, k_stage, tile, turns, filled & 1, smem, barriers, head, call, form,
+                        part == 0,
                     )  # fmt: skip
             mbarrier.arrive(barriers.k_empty.index(k_stage), count=1, pred=total > 0)
             if form.SIGNALS:
@@ -159,7 +158,7 @@ def consume_concatenated(words, dk, dv, smem, barriers, channel, tiles_done, cal
                 stage = as_block_of(stage, dk)
             if form.REDUCE == "tma":
                 if total > 0:  # the last piece has left it
-                    meet(PIECE_GONE, GROUPS_AND_WARP)
+                    named_barrier_sync(PIECE_GONE, GROUPS_AND_WARP)
             thread_barrier()  # both groups have read the last dS
             stage.reshape([BLOCK_N, form.BLOCK_D]).store(dv_acc.to(dtype))
             dk_stage = as_block_of(smem.ds, dk)

@@ -153,44 +153,50 @@ def row_values(values, j, tile, alive, seqlen_q, other: gl.constexpr, form):
     return gl.load(values + rows, mask=(rows < seqlen_q) & alive, other=other)
 
 
+class Head(NamedTuple):
+    """A query head, and the keys that a group of consumers has."""
+
+    h: gl.tensor
+    key: gl.tensor  #: first one
+    offset: gl.tensor  #: query i is at place i + offset of the keys
+
+
 @gluon.jit
-def weights(s, shift, j, key, h, offset, tile, call, form, MASK: gl.constexpr):
-    """(P^T, and what dS^T is dP^T - delta times) of S^T = s of the keys from ``key`` on and the query block at place j of head
-    h; shift: -lse of its queries."""
+def weights(s, shift, j, head, tile, call, form, MASK: gl.constexpr):
+    """(P^T, and what dS^T is dP^T - delta times) of S^T = s of the head's keys and the query block at its place j; shift: -lse
+    of its queries."""
     layout: gl.constexpr = s.type.layout
     if form.SCORED:
         first = block_of(j, tile, form) * form.BLOCK_M
         queries = (first + gl.arange(0, form.BLOCK_M, layout=gl.SliceLayout(0, layout)))[None, :]
-        columns = (key + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout)))[:, None]
-        s = form.APPLY(s, call.score, queries, columns, offset, sequence_of(tile), h)
+        columns = (head.key + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout)))[:, None]
+        s = form.APPLY(s, call.score, queries, columns, head.offset, sequence_of(tile), head.h)
     p = gl.exp2(gl.fma(s, call.qk_scale, shift[None, :]))
     if MASK:
         row = block_of(j, tile, form) * form.BLOCK_M
-        keys = key + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout))
-        p = form.HIDE_QUERIES(p, keys, row, offset, call.seqlen_k, call.window, layout)
+        keys = head.key + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout))
+        p = form.HIDE_QUERIES(p, keys, row, head.offset, call.seqlen_k, call.window, layout)
     slope = p
     if form.SCORED:
-        slope = form.GRAD(p, s, call.score, queries, columns, offset, sequence_of(tile), h)
+        slope = form.GRAD(p, s, call.score, queries, columns, head.offset, sequence_of(tile), head.h)
     return p, slope
 
 
 @gluon.jit
-def _dv_over_queries(
-    acc, s, lse_values, begin, end, done, total, lse, h, offset, smem, barriers, tile, call, form, MASK: gl.constexpr
-):
-    """Query blocks at places [begin, end) of one head into dV. s and lse_values: S^T and lse of the first; lse is +inf past the
-    end, so that p = exp2(s - inf) = 0. done: turns of the ring before place 0."""
+def _dv_over_queries(acc, s, lse_values, done, total, lse, head, smem, barriers, tile, call, form, MASK: gl.constexpr):
+    """Query blocks of one head into dV: with MASK those under the mask, else those that see every key. s and lse_values: S^T
+    and lse of the first; lse is +inf past the end, so that p = exp2(s - inf) = 0. done: turns of the ring before place 0."""
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_M)
     a_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.do[0].shape[-1]), 2)
     zero = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, s_layout)
-    for j in range(begin, end):
+    for j in range(tile.first if MASK else tile.full, tile.full if MASK else tile.end):
         turn = done + j
         later = turn + 1
         k_tile = tiles_in(smem.k, opaque(j * 0))
         shift = gl.convert_layout(lse_values * -LOG2E, gl.SliceLayout(0, s_layout))
         lse_values = row_values(lse, j + 1, tile, later < total, call.seqlen_q, float("inf"), form)
-        p, slope = weights(s, shift, j, tile.start_n, h, offset, tile, call, form, MASK)
+        p, slope = weights(s, shift, j, head, tile, call, form, MASK)
         buffer = turn % form.P_STAGES
         mbarrier.wait(barriers.p_empty.index(buffer), ((turn // form.P_STAGES) & 1) ^ 1)
         smem.p.index(buffer).store(slope.to(dtype))
@@ -236,13 +242,13 @@ def _consume_dv(memory, smem, barriers, tile, call, form):
     mbarrier.arrive(barriers.q_empty.index(0), count=1)
     for g in range(tile.group):  # every query head that reads this key head
         turns = g * n_blocks - tile.first
-        h = tile.h_kv * tile.group + g
+        head = Head(tile.h_kv * tile.group + g, tile.start_n, offset)
         acc, s, lse_values = _dv_over_queries(
-            acc, s, lse_values, tile.first, tile.full, turns, total, lse, h, offset, smem, barriers, tile, call, form, True
-        )  # fmt: skip
+            acc, s, lse_values, turns, total, lse, head, smem, barriers, tile, call, form, True
+        )
         acc, s, lse_values = _dv_over_queries(
-            acc, s, lse_values, tile.full, tile.end, turns, total, lse, h, offset, smem, barriers, tile, call, form, False
-        )  # fmt: skip
+            acc, s, lse_values, turns, total, lse, head, smem, barriers, tile, call, form, False
+        )
         lse += of_head
     # K's shared memory is read by this group alone; where dV is not as wide, V's, once the other group is done with it
     slot = smem.k

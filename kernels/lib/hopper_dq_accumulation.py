@@ -7,6 +7,8 @@ from fa2tune.kernels.lib.hopper import (
     await_kernel_before,
     fence_async_shared,
     mbarrier,
+    named_barrier_arrive,
+    named_barrier_sync,
     thread_barrier,
     tma_reduce_add,
     tma_store_wait,
@@ -20,9 +22,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     GROUPS_AND_WARP,
     PIECE_GONE,
     PIECE_READY,
-    come,
     do_once,
-    meet,
 )
 from fa2tune.kernels.lib.hopper_tiles import first_number, laps_behind, laps_of, next_tile, received_number
 from fa2tune.kernels.lib.warps import WARP
@@ -111,16 +111,16 @@ def reduce_dq(sums, words, pieces, smem, b, h, row, call, CONSUMER: gl.constexpr
 
 
 @gluon.jit
-def hand_over(tile, dq_smem, new_tile, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr, THREADS: gl.constexpr):
+def send_dq(tile, dq_smem, new_tile, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr, THREADS: gl.constexpr):
     """dQ of a block, or a group's piece of it, to the warp that adds it. number: of its group's barriers. (Concatenated
     groups have waited for dV of the tile before at the tile's start.)"""
     if new_tile:  # dK of the tile before may still be on its way out of this memory
         tma_store_wait(0)
         thread_barrier()
     else:
-        meet(PIECE_GONE + number, THREADS)
+        named_barrier_sync(PIECE_GONE + number, THREADS)
     stage_dq(tile, dq_smem, number, ROWS, COLUMNS)
-    come(PIECE_READY + number, THREADS)
+    named_barrier_arrive(PIECE_READY + number, THREADS)
 
 
 _START_FINISH = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
@@ -205,7 +205,7 @@ def _await_turn(seen, due, turns, turn):
 
 
 @gluon.jit
-def _pass_turn(turns, turn, number):
+def _signal_turn(turns, turn, number):
     """What this warp has added is there; the key tile below may add."""
     do_once(_ALL_ADDED)
     gl.inline_asm_elementwise(
@@ -252,26 +252,26 @@ def add(sums, counts, smem, channel, tiles_done, call, form):
                         turn = _turn_of(h, block, tile, call, form)
                         _await_turn(seen, number + 2, counts, turn)
                     if form.CONCATENATED:
-                        meet(PIECE_READY, GROUPS_AND_WARP)
+                        named_barrier_sync(PIECE_READY, GROUPS_AND_WARP)
                         tma_reduce_add(sums, [tile.b, h, row, 0], smem.dq.index(0))
                         if form.IN_ORDER:
                             seen = _look_at(
                                 i + 1, total, n_blocks, first_of_above, number + 2, counts, tile, call, form
                             )
                         tma_store_wait(0)
-                        come(PIECE_GONE, GROUPS_AND_WARP)
+                        named_barrier_arrive(PIECE_GONE, GROUPS_AND_WARP)
                     else:
                         for c in gl.static_range(GROUPS):
-                            meet(PIECE_READY + c, GROUP_AND_WARP)
+                            named_barrier_sync(PIECE_READY + c, GROUP_AND_WARP)
                             add_piece(sums, smem.dq, tile.b, h, row, c, form.BLOCK_M)
                             if form.IN_ORDER and c == GROUPS - 1:
                                 seen = _look_at(
                                     i + 1, total, n_blocks, first_of_above, number + 2, counts, tile, call, form
                                 )
                             tma_store_wait(0)
-                            come(PIECE_GONE + c, GROUP_AND_WARP)
+                            named_barrier_arrive(PIECE_GONE + c, GROUP_AND_WARP)
                     if form.IN_ORDER:
-                        _pass_turn(counts, turn, number)
+                        _signal_turn(counts, turn, number)
             if form.COUNTS:
                 if tile.alive:
                     if form.ADDS:

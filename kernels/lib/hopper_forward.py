@@ -8,7 +8,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import mbarrier
+from fa2tune.kernels.lib.hopper import mbarrier, named_barrier_arrive_if, named_barrier_sync
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts, squares_of, tiles_in, used_of
 from fa2tune.kernels.lib.warps import WARP, WARPGROUP
 from fa2tune.search_spaces.portable import fwd_norms
@@ -22,13 +22,11 @@ L2_BYTES = gl.constexpr(32 * 2**20)
 #: Of fwd_norms: how many maxima a head has, and the least that a squared norm counts as.
 PARTS, SMALLEST = gl.constexpr(fwd_norms.PARTS), gl.constexpr(fwd_norms.SMALLEST)
 
-#: Numbered barriers, where warps of several partitions meet; Triton takes the first ones, one a partition. A warp that
+#: Named barriers, at which warps of several partitions wait; Triton takes the first ones, one a partition. A warp that
 #: only arrives goes on at once, where an arrival at an mbarrier first waits for all warps of the partition.
 K_EMPTY = gl.constexpr(7)  #: no warp reads the stage of K: one a stage
 V_EMPTY = gl.constexpr(10)  #: nor of V
 TURN = gl.constexpr(13)  #: a group may issue its products: one a group
-_MEET = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
-_COME = gl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0; }")
 
 
 class Form(NamedTuple):
@@ -95,38 +93,21 @@ class Barriers(NamedTuple):
 
 
 @gluon.jit
-def _meet(number, COUNT: gl.constexpr):
-    """Waits at a numbered barrier until so many threads have come."""
-    gl.inline_asm_elementwise(
-        _MEET, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(COUNT)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _come(number, COUNT: gl.constexpr, pred):
-    """Comes to a numbered barrier, where pred, and goes on."""
-    gl.inline_asm_elementwise(
-        _COME, "=r,r,r,r", [gl.to_tensor(number), gl.to_tensor(COUNT), gl.to_tensor(pred).to(gl.int32)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def await_turn(CONSUMER: gl.constexpr):
     """Until the group before has issued its products."""
-    _meet(TURN + CONSUMER, 2 * WARPGROUP)
+    named_barrier_sync(TURN + CONSUMER, 2 * WARPGROUP)
 
 
 @gluon.jit
-def pass_turn_on(CONSUMER: gl.constexpr, GROUPS: gl.constexpr):
-    _come(TURN + (CONSUMER + 1) % GROUPS, 2 * WARPGROUP, True)
+def signal_next_turn(CONSUMER: gl.constexpr, GROUPS: gl.constexpr):
+    named_barrier_arrive_if(True, TURN + (CONSUMER + 1) % GROUPS, 2 * WARPGROUP)
 
 
 @gluon.jit
-def hand_back(empty, entry, pred, NUMBER: gl.constexpr, form):
-    """This group reads a ring entry no more. NUMBERED: it says so at a numbered barrier, from NUMBER on one a stage."""
+def release(empty, entry, pred, NUMBER: gl.constexpr, form):
+    """This group reads a ring entry no more. NUMBERED: it arrives at a named barrier, from NUMBER on one a stage."""
     if form.NUMBERED:
-        _come(NUMBER + entry % form.STAGES, WARPGROUP * form.GROUPS + WARP, pred)
+        named_barrier_arrive_if(pred, NUMBER + entry % form.STAGES, WARPGROUP * form.GROUPS + WARP)
     else:
         mbarrier.arrive(empty.index(entry % form.STAGES), count=1, pred=pred)
 
@@ -136,7 +117,7 @@ def await_room(empty, entry, NUMBER: gl.constexpr, form):
     """The producer, until no group reads what lies where a ring entry goes."""
     if form.NUMBERED:
         if entry >= form.STAGES:
-            _meet(NUMBER + entry % form.STAGES, WARPGROUP * form.GROUPS + WARP)
+            named_barrier_sync(NUMBER + entry % form.STAGES, WARPGROUP * form.GROUPS + WARP)
     else:
         mbarrier.wait(empty.index(entry % form.STAGES), ((entry // form.STAGES) & 1) ^ 1)
 
@@ -230,7 +211,7 @@ def produce(q, k, v, smem, barriers, call, form):
 
 @gluon.jit
 def await_last(barriers, done, form):
-    """The producer leaves no warp at a numbered barrier: it meets all at those of the last stages."""
+    """The producer leaves no warp at a named barrier: it has waited at those of the last stages, too."""
     if form.NUMBERED:
         for entry in range(gl.maximum(done, form.STAGES), done + form.STAGES):
             await_room(barriers.v_empty, entry, V_EMPTY, form)
@@ -246,7 +227,7 @@ def q_again(q_smem, slot, at_least_one, form):
 
 
 @gluon.jit
-def pass_by(start_m, done, alive, seqlen_q, seqlen_k, window, barriers, CONSUMER: gl.constexpr, form):
+def skip_blocks(start_m, done, alive, seqlen_q, seqlen_k, window, barriers, CONSUMER: gl.constexpr, form):
     """Releases the key blocks of a tile that only later groups see, where the mask is bounded on the right. Returns how many
     blocks are done then."""
     n_all = form.BLOCKS_BELOW(start_m + form.BLOCK_M, seqlen_q, seqlen_k, window, form.BLOCK_N)
@@ -256,10 +237,10 @@ def pass_by(start_m, done, alive, seqlen_q, seqlen_k, window, barriers, CONSUMER
         mbarrier.wait(barriers.k_ready.index(entry % form.STAGES), (entry // form.STAGES) & 1)
         if form.PINGPONG:
             await_turn(CONSUMER)
-            pass_turn_on(CONSUMER, form.GROUPS)
-        hand_back(barriers.k_empty, entry, True, K_EMPTY, form)
+            signal_next_turn(CONSUMER, form.GROUPS)
+        release(barriers.k_empty, entry, True, K_EMPTY, form)
         mbarrier.wait(barriers.v_ready.index(entry % form.STAGES), (entry // form.STAGES) & 1)
-        hand_back(barriers.v_empty, entry, True, V_EMPTY, form)
+        release(barriers.v_empty, entry, True, V_EMPTY, form)
     return done + unseen
 
 

@@ -11,6 +11,7 @@ from fa2tune.kernels.lib.hopper import (
     PACKED_ROWS,
     await_kernel_before,
     mbarrier,
+    named_barrier_sync,
     tma_load,
     warpgroup_mma,
 )
@@ -25,27 +26,24 @@ from fa2tune.spec.variant import WARP_THREADS, WARPGROUP_THREADS
 GROUPS = gl.constexpr(space.GROUPS)
 #: Keys of a consumer group: the rows of one wgmma.
 KEYS = gl.constexpr(space.KEYS)
-#: Query rows that sm90/bwd_beside prepares at once, and signals by one flag.
+#: Query rows that sm90/bwd_prepare_overlapped prepares at once, and signals by one flag.
 CHUNK = gl.constexpr(space.CHUNK)
 #: Keys of a tile.
 BLOCK_N = gl.constexpr(space.GROUPS * space.KEYS)
 #: Columns of the terms of lse and delta in shared memory: one step of a wgmma.
 TERM_COLUMNS = gl.constexpr(space.TERM_COLUMNS)
 
-#: Numbered barriers, where warps of several partitions meet; Triton takes the first ones, one a partition. A warp that
+#: Named barriers, at which warps of several partitions wait; Triton takes the first ones, one a partition. A warp that
 #: only arrives goes on at once, where an arrival at an mbarrier first waits for all warps of the partition.
 PIECE_READY = gl.constexpr(8)  #: a block's dQ lies in shared memory: one barrier a group
 PIECE_GONE = gl.constexpr(10)  #: and has left it: one a group
 DS_READY = gl.constexpr(12)  #: both groups' dS lies in shared memory
 EMPTY = gl.constexpr(13)  #: no warp reads the stage of Q and dO: one a stage
 V_EMPTY = gl.constexpr(15)  #: no warp reads V any more (concatenated groups with K of two tiles)
-#: Threads that meet there.
+#: Threads that arrive there.
 ALL_GROUPS = gl.constexpr(space.GROUPS * WARPGROUP_THREADS)
 GROUP_AND_WARP = gl.constexpr(WARPGROUP_THREADS + WARP_THREADS)
 GROUPS_AND_WARP = gl.constexpr(space.GROUPS * WARPGROUP_THREADS + WARP_THREADS)
-_MEET = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
-_COME = gl.constexpr("bar.arrive $1, $2; mov.b32 $0, 0;")
-_COME_IF = gl.constexpr("{.reg .pred p; setp.ne.s32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0;}")
 
 
 class Form(NamedTuple):
@@ -116,6 +114,23 @@ class Shared(NamedTuple):
     out_v: tuple  #: of V's shape; (): dV leaves through out, too
 
 
+class Turns(NamedTuple):
+    """Of the rings of Q and dO."""
+
+    done: gl.tensor  #: before place 0 of a head
+    base: gl.tensor  #: before the tile
+    limit: gl.tensor  #: with the tile
+
+
+class Head(NamedTuple):
+    """A query head, and the keys that a group of consumers has of the tile."""
+
+    h: gl.tensor
+    key: gl.tensor  #: first one
+    offset: gl.tensor  #: query i is at place i + offset of the keys
+    seqlen_k: gl.tensor
+
+
 class Barriers(NamedTuple):
     """mbarriers: one of V, of the others one a slot. empty: of Q and dO."""
 
@@ -126,31 +141,6 @@ class Barriers(NamedTuple):
     empty: gl.shared_memory_descriptor
     do_ready: gl.shared_memory_descriptor
     ds_ready: gl.shared_memory_descriptor
-
-
-@gluon.jit
-def meet(number, THREADS: gl.constexpr):
-    """Waits at a numbered barrier until so many threads have come."""
-    gl.inline_asm_elementwise(
-        _MEET, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def come(number, THREADS: gl.constexpr):
-    """Comes to a numbered barrier and goes on."""
-    gl.inline_asm_elementwise(
-        _COME, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def come_if(condition, number, THREADS: gl.constexpr):
-    """Comes to a numbered barrier, where the condition (the same for every thread) holds, and goes on. Without a branch."""
-    gl.inline_asm_elementwise(
-        _COME_IF, "=r,r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS), gl.to_tensor(condition).to(gl.int32)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -210,7 +200,7 @@ _ALL_PREPARED = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 
 @gluon.jit
 def await_prepared(flags, head, rows_padded):
-    """Until sm90/bwd_beside has signalled that all rows of a query head, counted over the batch, are prepared."""
+    """Until sm90/bwd_prepare_overlapped has signalled that all rows of a query head, counted over the batch, are prepared."""
     count = rows_padded // CHUNK
     flags += head * count
     for i in range(0, count, WARP):
@@ -318,7 +308,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
             if form.DQ_BEHIND:
                 mbarrier.wait(barriers.empty.index(stage), ((turn // form.STAGES) & 1) ^ 1)
             elif turn >= form.STAGES:
-                meet(EMPTY + stage, GROUPS_AND_WARP)
+                named_barrier_sync(EMPTY + stage, GROUPS_AND_WARP)
             expect_both(q, (terms,), barriers.q_ready.index(stage))
             load_parts(q, b, h, row, barriers.q_ready.index(stage), smem.q, stage)
             if form.EARLY_START:
@@ -335,7 +325,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
                     load_parts(k, k_entry, h_kv, start_n + c * form.TILE_ROWS, ready, smem.k, k_stage * form.PARTS + c)
                 if form.K_STAGES > 1:
                     if filled > 0:
-                        meet(V_EMPTY, GROUPS_AND_WARP)
+                        named_barrier_sync(V_EMPTY, GROUPS_AND_WARP)
                 expect_tiles(v, barriers.v_ready, form.PARTS)
                 for c in gl.static_range(form.PARTS):
                     load_parts(v, k_entry, h_kv, start_n + c * form.TILE_ROWS, barriers.v_ready, smem.v, c)
@@ -359,10 +349,10 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
         do_once(_ALL_PREPARED)
     if not form.DQ_BEHIND:  # no warp is left at a barrier
         for turn in range(gl.maximum(base, form.STAGES), base + form.STAGES):
-            meet(EMPTY + turn % form.STAGES, GROUPS_AND_WARP)
+            named_barrier_sync(EMPTY + turn % form.STAGES, GROUPS_AND_WARP)
         if form.K_STAGES > 1:
             if filled > 0:
-                meet(V_EMPTY, GROUPS_AND_WARP)
+                named_barrier_sync(V_EMPTY, GROUPS_AND_WARP)
 
 
 @gluon.jit
@@ -393,25 +383,24 @@ def _lse_of(terms_smem, stage, WARPS: gl.constexpr, layout: gl.constexpr, form):
 
 @gluon.jit
 def probabilities(
-    s, row, key, offset, seqlen_k, terms_smem, stage, sequence, head, call, ROWS: gl.constexpr, MASK: gl.constexpr,
-    layout: gl.constexpr, form,
-):  # fmt: skip
-    """P^T [ROWS, M], and what dS^T is dP^T times, of what ``started_scores`` began; the first row is of ``key``, the first
+    s, row, head, terms_smem, stage, sequence, call, ROWS: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr, form
+):
+    """P^T [ROWS, M], and what dS^T is dP^T times, of what ``started_scores`` began; the first row is of ``head.key``, the first
     column of ``row``."""
     if form.SCORED:
         places = row + gl.arange(0, form.BLOCK_M, layout=gl.SliceLayout(0, layout))
-        keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        keys = head.key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         lse = _lse_of(terms_smem, stage, ROWS // 16, layout, form)
-        s = form.APPLY(s, call.score, places[None, :], keys[:, None], offset, sequence, head)
+        s = form.APPLY(s, call.score, places[None, :], keys[:, None], head.offset, sequence, head.h)
         p = gl.exp2((s + lse[None, :]) * call.qk_scale)
     else:
         p = gl.exp2(s * call.qk_scale)
     if MASK:
-        keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-        p = form.HIDE_QUERIES(p, keys, row, offset, seqlen_k, call.window, layout)
+        keys = head.key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        p = form.HIDE_QUERIES(p, keys, row, head.offset, head.seqlen_k, call.window, layout)
     slope = p
     if form.SCORED:
-        slope = form.GRAD(p, s, call.score, places[None, :], keys[:, None], offset, sequence, head)
+        slope = form.GRAD(p, s, call.score, places[None, :], keys[:, None], head.offset, sequence, head.h)
     return p, slope
 
 

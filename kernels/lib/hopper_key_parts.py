@@ -18,9 +18,9 @@ from fa2tune.kernels.lib.hopper_forward import (
     await_last,
     await_room,
     await_turn,
-    hand_back,
     load_q,
-    pass_turn_on,
+    release,
+    signal_next_turn,
 )
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts
 
@@ -109,10 +109,10 @@ def pass_entries(done, count, barriers, CONSUMER: gl.constexpr, form):
         mbarrier.wait(barriers.k_ready.index(stage), parity)
         if form.PINGPONG:
             await_turn(CONSUMER)
-            pass_turn_on(CONSUMER, form.GROUPS)
-        hand_back(barriers.k_empty, entry, True, K_EMPTY, form)
+            signal_next_turn(CONSUMER, form.GROUPS)
+        release(barriers.k_empty, entry, True, K_EMPTY, form)
         mbarrier.wait(barriers.v_ready.index(stage), parity)
-        hand_back(barriers.v_empty, entry, True, V_EMPTY, form)
+        release(barriers.v_empty, entry, True, V_EMPTY, form)
     return done + count
 
 

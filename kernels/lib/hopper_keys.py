@@ -11,11 +11,11 @@ from fa2tune.kernels.lib.hopper_forward import (
     ROWS,
     V_EMPTY,
     await_turn,
-    hand_back,
     of_carried,
     pairs_suit,
-    pass_turn_on,
+    release,
     shrunk,
+    signal_next_turn,
     sum_parts,
     to_carry,
 )
@@ -83,9 +83,9 @@ def over_keys(
         mbarrier.wait(barriers.v_ready.index(v_stage), ((entry - 1) // form.STAGES) & 1)
         o_next = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_stage), acc)
         if form.PINGPONG:
-            pass_turn_on(CONSUMER, form.GROUPS)
+            signal_next_turn(CONSUMER, form.GROUPS)
         s = warpgroup_mma_wait(len(acc), deps=[s_next])
-        hand_back(barriers.k_empty, entry, True, K_EMPTY, form)
+        release(barriers.k_empty, entry, True, K_EMPTY, form)
         column = (seen.below - 1 - j) * form.BLOCK_N
         s = with_term(s, column, seen, form)
         if MASK:
@@ -105,7 +105,7 @@ def over_keys(
             peak = new_peak
         next_p = to_carry(weights, dtype, p_layout, AS_PAIRS)
         acc = products_done(o_next)
-        hand_back(barriers.v_empty, entry - 1, True, V_EMPTY, form)
+        release(barriers.v_empty, entry - 1, True, V_EMPTY, form)
         if RESCALE != "never":
             acc = shrunk(acc, shrink, RESCALE == "lazy")
         p = next_p

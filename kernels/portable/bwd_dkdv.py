@@ -3,4 +3,4 @@
 from fa2tune.kernels.lib.bwd_keys import described
 from fa2tune.search_spaces.portable.bwd_dkdv import SPACE
 
-VARIANT = described(SPACE, with_dq=False, serves="bwd_dkdv")
+VARIANT = described(space=SPACE, with_dq=False, serves="bwd_dkdv")

@@ -3,4 +3,4 @@
 from fa2tune.kernels.lib.bwd_keys import described
 from fa2tune.search_spaces.portable.bwd_fused import SPACE
 
-VARIANT = described(SPACE, with_dq=True, serves="bwd_fused")
+VARIANT = described(space=SPACE, with_dq=True, serves="bwd_fused")

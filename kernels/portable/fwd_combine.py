@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fa2tune.kernels.lib.common import LOWEST
-from fa2tune.kernels.lib.packed_heads import store_output
+from fa2tune.kernels.lib.packed_heads import QueryHeads, store_output
 from fa2tune.search_spaces.portable.fwd_combine import SPACE
 from fa2tune.spec.variant import Variant
 
@@ -53,8 +53,8 @@ def fwd_combine_kernel(
     b = head // heads_kv
     h_kv = head - b * heads_kv
     store_output(
-        o, lse, out, peak, total, ~hidden, b, h_kv, own - head * rows_of_head, inside, group, batch, heads_q, seqlen_q,
-        stride_ob, stride_oh, stride_om, HEAD_DIM_V, BLOCK_DV, TWO_WORDS,
+        o, lse, out, peak, total, ~hidden, b, h_kv, own - head * rows_of_head, inside,
+        QueryHeads(batch, heads_q, group, seqlen_q), (stride_ob, stride_oh, stride_om), HEAD_DIM_V, BLOCK_DV, TWO_WORDS,
     )  # fmt: skip
 
 

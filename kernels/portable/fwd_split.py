@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from fa2tune.kernels.lib.common import LOWEST, dot, dot_add, head_base, load_tile
-from fa2tune.kernels.lib.packed_heads import load_queries, queries_of, store_output
+from fa2tune.kernels.lib.packed_heads import QueryHeads, load_queries, queries_of, store_output
 from fa2tune.search_spaces.portable.fwd_split import SPACE, programs
 from fa2tune.spec.variant import Variant
 
@@ -105,8 +105,9 @@ def fwd_split_kernel(
             out = tl.where(sees_a_key[:, None], out, 0.0)
         unmasked: tl.constexpr = not LEFT_BOUNDED and not RIGHT_BOUNDED
         store_output(
-            o, lse, out, peak, total, sees_a_key | unmasked, b, h_kv, rows, inside, group, batch, heads_q, seqlen_q,
-            stride_ob, stride_oh, stride_om, HEAD_DIM_V, BLOCK_DV, q_tile.dtype == tl.float32,
+            o, lse, out, peak, total, sees_a_key | unmasked, b, h_kv, rows, inside,
+            QueryHeads(batch, heads_q, group, seqlen_q), (stride_ob, stride_oh, stride_om), HEAD_DIM_V, BLOCK_DV,
+            q_tile.dtype == tl.float32,
         )  # fmt: skip
 
 

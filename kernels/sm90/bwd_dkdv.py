@@ -1,6 +1,6 @@
 """FlashAttention-2 backward over key tiles for Hopper: dK and dV, half of the deterministic strategy. A warp feeds Q and dO by
 TMA to two groups of four warps. Either each owns 64 keys; or one owns dV and the other dK, so that 64 keys of head dim 256 fit:
-the first makes P and hands it on."""
+the first makes P and passes it on."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,6 +21,7 @@ from fa2tune.kernels.lib.hopper_dkdv import (
     Barriers,
     Call,
     Form,
+    Head,
     Memory,
     Shared,
     Tile,
@@ -130,17 +131,17 @@ def _consume_dk(memory, smem, barriers, tile, call, form):
 
 @gluon.jit
 def _keys_over_queries(
-    dk_acc, dv_acc, lse_values, delta_values, begin, end, done, total, lse, delta, key, h, offset, smem, barriers, tile,
-    call, CONSUMER: gl.constexpr, form, MASK: gl.constexpr,
+    dk_acc, dv_acc, lse_values, delta_values, done, total, lse, delta, head, smem, barriers, tile, call,
+    CONSUMER: gl.constexpr, form, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Query blocks at places [begin, end) of one head into dK and dV of this group's keys. lse_values and delta_values: of the
-    first; done: turns of the ring before place 0."""
+    """Query blocks of one head into dK and dV of this group's keys: with MASK those under the mask, else those that see every
+    key. lse_values and delta_values: of the first; done: turns of the ring before place 0."""
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_M)
     k_layout: gl.constexpr = product_layout(smem.k[0].shape[-1])
     v_layout: gl.constexpr = product_layout(smem.v[0].shape[-1])
     zero = gl.zeros([KEYS, form.BLOCK_M], gl.float32, s_layout)
-    for j in range(begin, end):
+    for j in range(tile.first if MASK else tile.full, tile.full if MASK else tile.end):
         turn = done + j
         later = turn + 1
         stage = turn % form.STAGES
@@ -154,7 +155,7 @@ def _keys_over_queries(
         mbarrier.wait(barriers.do_ready.index(stage), (turn // form.STAGES) & 1)
         dp_next = product_of_rows(v_tile, do_tile, zero)
         s = warpgroup_mma_wait(len(smem.v), deps=[s_next])
-        p, slope = weights(s, shift, j, key, h, offset, tile, call, form, MASK)
+        p, slope = weights(s, shift, j, head, tile, call, form, MASK)
         operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         dv_next = add_products(operand, do_tile, dv_acc)
@@ -192,14 +193,14 @@ def _consume_keys(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, fo
     mbarrier.wait(barriers.v_ready, 0, pred=total > 0)
     for g in range(tile.group):  # every query head that reads this key head
         turns = g * n_blocks - tile.first
-        h = tile.h_kv * tile.group + g
+        head = Head(tile.h_kv * tile.group + g, key, offset)
         dk_acc, dv_acc, lse_values, delta_values = _keys_over_queries(
-            dk_acc, dv_acc, lse_values, delta_values, tile.first, tile.full, turns, total, lse, delta, key, h, offset, smem,
-            barriers, tile, call, CONSUMER, form, True,
+            dk_acc, dv_acc, lse_values, delta_values, turns, total, lse, delta, head, smem, barriers, tile, call, CONSUMER,
+            form, True,
         )  # fmt: skip
         dk_acc, dv_acc, lse_values, delta_values = _keys_over_queries(
-            dk_acc, dv_acc, lse_values, delta_values, tile.full, tile.end, turns, total, lse, delta, key, h, offset, smem,
-            barriers, tile, call, CONSUMER, form, False,
+            dk_acc, dv_acc, lse_values, delta_values, turns, total, lse, delta, head, smem, barriers, tile, call, CONSUMER,
+            form, False,
         )  # fmt: skip
         lse += of_head
         delta += of_head

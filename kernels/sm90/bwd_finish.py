@@ -1,9 +1,9 @@
 """After the fused Hopper backward, or overlapped with its last tiles: dq = softmax_scale * the float32 sums, in dq's dtype and
 memory order.
 
-Overlapped, programs start where rows were prepared (sm90/bwd_beside.py), once all programs of the main kernel have started
-(griddepcontrol), so no program is waited for that could not run; each waits until all tiles have added to dQ of its head.
-EARLY_START: they start then, too, and wait for the main kernel's end.
+Overlapped, programs start where rows were prepared (sm90/bwd_prepare_overlapped.py), once all programs of the main kernel have
+started (griddepcontrol), so no program is waited for that could not run; each waits until all tiles have added to dQ of its
+head. EARLY_START: they start then, too, and wait for the main kernel's end.
 
 Bound by memory, so it has no search space: one fixed config."""
 
@@ -40,7 +40,8 @@ def bwd_finish_hopper_kernel(
     """words [B, Hq, rows_padded, SUM_COLUMNS] float32 -> dq [B, Hq, Sq, D]. The words of each 64 rows lie as pieces
     [64, PERMUTED_COLUMNS] in the register order of a wgmma accumulator (sm90/bwd_fused.py). BLOCK_R is a multiple of 64 that
     divides rows_padded. Columns from USED_COLUMNS on, the last words of each 64 rows, are not read. flags int32, only if
-    FINISH_BESIDE: behind those of rows (sm90/bwd_beside.py), [B, Hq] counts of the tiles that have added to dQ of a head.
+    FINISH_BESIDE: behind those of rows (sm90/bwd_prepare_overlapped.py), [B, Hq] counts of the tiles that have added to dQ of a
+    head.
     RAGGED: as sm90/bwd_fused.py has it, counts as kernels/lib/hopper_dq_accumulation.py; rows behind the last
     sequence: dq = 0."""
     tiles = rows_padded // BLOCK_R if RAGGED else tl.cdiv(seqlen_q, BLOCK_R)

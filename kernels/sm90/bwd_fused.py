@@ -11,13 +11,15 @@ from fa2tune.kernels.lib.hopper import (
     await_kernel_before,
     fence_async_shared,
     mbarrier,
+    named_barrier_arrive,
+    named_barrier_sync,
     opaque,
     tma_store_wait,
     warpgroup_mma_wait,
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at
 from fa2tune.kernels.lib.hopper_concatenated import consume_concatenated
-from fa2tune.kernels.lib.hopper_dq_accumulation import DONE, add, hand_over, make_tiles_done, reduce_dq
+from fa2tune.kernels.lib.hopper_dq_accumulation import DONE, add, make_tiles_done, reduce_dq, send_dq
 from fa2tune.kernels.lib.hopper_fused import (
     ALL_GROUPS,
     BLOCK_N,
@@ -32,13 +34,13 @@ from fa2tune.kernels.lib.hopper_fused import (
     TERM_COLUMNS,
     Call,
     Form,
+    Head,
     Shared,
+    Turns,
     add_terms,
     as_block_of,
-    come,
     issue_dq,
     make_barriers,
-    meet,
     probabilities,
     produce,
     started_scores,
@@ -78,12 +80,11 @@ WARP_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, s, h_dq, row_dq, begin, end, tile, done, base, limit, sums, words, smem, barriers, h, key, offset,
-    seqlen_k, call, CONSUMER: gl.constexpr, form, MASK: gl.constexpr,
+    dk_acc, dv_acc, s, h_dq, row_dq, tile, turns, head, sums, words, smem, barriers, call, CONSUMER: gl.constexpr, form,
+    MASK: gl.constexpr,
 ):  # fmt: skip
-    """Places [begin, end) of the tile's query blocks of one head, see block_at. Turns of the rings: done before place 0 of this
-    head, base before this tile, limit with it. SCORES_AHEAD: s holds S^T of place begin, terms added, and that of the next is
-    computed beside this block's reduction."""
+    """The tile's query blocks of one head, see block_at: with MASK those under the mask, else those that see every key.
+    SCORES_AHEAD: s holds S^T of the first, terms added, and that of the next is computed beside this block's reduction."""
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_M)
     DQ_COLUMNS: gl.constexpr = form.BLOCK_M * form.BLOCK_D // 128
@@ -93,8 +94,8 @@ def _over_queries(
     AHEAD: gl.constexpr = OF_ROWS if form.SCORED else OF_ROWS + 1  # with the terms of S^T
     zero_s = gl.zeros([KEYS, form.BLOCK_M], gl.float32, s_layout)
     zero_dq = zero_pieces(smem.k, CONSUMER, form)
-    for j in range(begin, end):
-        turn = done + j
+    for j in range(tile.first if MASK else tile.full, tile.full if MASK else tile.end):
+        turn = turns.done + j
         block = block_at(j, tile.first, tile.end, tile.rotation, form.LEFT_BOUNDED)
         # LLVM would keep the descriptors of all operands in registers through the loop, and ptxas spill them
         mine = opaque(turn * 0 + CONSUMER)
@@ -119,9 +120,8 @@ def _over_queries(
             if not form.SCORES_AHEAD:
                 s = warpgroup_mma_wait(len(smem.do) + 1, deps=[s_next])  # dP and its terms
         p, slope = probabilities(
-            s, block * form.BLOCK_M, key, offset, seqlen_k, smem.lse, stage, tile.sequence, h, call, KEYS, MASK, s_layout,
-            form,
-        )  # fmt: skip
+            s, block * form.BLOCK_M, head, smem.lse, stage, tile.sequence, call, KEYS, MASK, s_layout, form
+        )
         p_operand = gl.convert_layout(p.to(dtype), v_layout)
         if form.EXPONENTIALS_FIRST:
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
@@ -155,9 +155,9 @@ def _over_queries(
             )
             dq_next = issue_dq(smem, (turn + form.DS_STAGES - 1) % form.DS_STAGES, zero_dq, CONSUMER, form)
         else:
-            meet(DS_READY, ALL_GROUPS)
+            named_barrier_sync(DS_READY, ALL_GROUPS)
             dq_next = issue_dq(smem, buffer, zero_dq, CONSUMER, form)
-            h_dq = h
+            h_dq = head.h
             row_dq = block * form.BLOCK_M + tile.own_row
         if form.SCORES_AHEAD:
             # with dV still in flight ptxas would serialise every product (C7512)
@@ -165,7 +165,9 @@ def _over_queries(
             # the last block multiplies whatever lies in the ring, a product that is not read
             following = turn + 1
             mbarrier.wait(
-                barriers.q_ready.index(following % form.STAGES), (following // form.STAGES) & 1, pred=following < limit
+                barriers.q_ready.index(following % form.STAGES),
+                (following // form.STAGES) & 1,
+                pred=following < turns.limit,
             )
             ahead = tiles_in(smem.q, following % form.STAGES)
             s_next = product_of_rows(k_tile, ahead, zero_s)
@@ -176,13 +178,13 @@ def _over_queries(
             dk_next = add_products(ds_operand, q_tile, dk_acc)
             dv_acc, p_operand, pieces = products_and_pieces_done(dv_next, p_operand, dq_next, OF_ROWS)
         if form.REDUCE == "tma" and not form.DQ_BEHIND:
-            hand_over(pieces[0], smem.dq, turn == base, CONSUMER, 64, DQ_COLUMNS, GROUP_AND_WARP)
+            send_dq(pieces[0], smem.dq, turn == turns.base, CONSUMER, 64, DQ_COLUMNS, GROUP_AND_WARP)
         elif form.DQ_BEHIND and form.REDUCE != "tma":
-            if turn > base:
+            if turn > turns.base:
                 reduce_dq(sums, words, pieces, smem, tile.b, h_dq, row_dq, call, CONSUMER, form)
         else:
             reduce_dq(sums, words, pieces, smem, tile.b, h_dq, row_dq, call, CONSUMER, form)
-        h_dq = h
+        h_dq = head.h
         row_dq = block * form.BLOCK_M + tile.own_row
         if form.SCORES_AHEAD:
             s = warpgroup_mma_wait(0, deps=[s_next])
@@ -191,7 +193,7 @@ def _over_queries(
             if form.DQ_BEHIND:
                 mbarrier.arrive(barriers.empty.index(stage), count=1)
             else:
-                come(EMPTY + stage, GROUPS_AND_WARP)
+                named_barrier_arrive(EMPTY + stage, GROUPS_AND_WARP)
     return dk_acc, dv_acc, s, h_dq, row_dq
 
 
@@ -232,13 +234,12 @@ def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CON
             h_dq = tile.h_kv * call.group
             row_dq = call.rows_padded
             for g in range(call.group):  # every query head that reads this key head
-                h = tile.h_kv * call.group + g
-                done = base + g * n_blocks - tile.first
+                head = Head(tile.h_kv * call.group + g, key, offset, seqlen_k)
+                turns = Turns(base + g * n_blocks - tile.first, base, base + total)
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc, s, h_dq, row_dq = _over_queries(
-                        dk_acc, dv_acc, s, h_dq, row_dq, tile.full if part else tile.first, tile.end if part else tile.full,
-                        tile, done, base, base + total, sums, words, smem, barriers, h, key, offset, seqlen_k, call, CONSUMER,
-                        form, part == 0,
+                        dk_acc, dv_acc, s, h_dq, row_dq, tile, turns, head, sums, words, smem, barriers, call, CONSUMER, form,
+                        part == 0,
                     )  # fmt: skip
             if form.DQ_BEHIND:
                 final = gl.maximum(base + total - 1, 0)
@@ -253,7 +254,7 @@ def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CON
                 mbarrier.arrive(tiles_done.index(lap % DONE), count=1)
             if form.REDUCE == "tma" and not form.DQ_BEHIND:
                 if total > 0:  # the last piece has left this memory
-                    meet(PIECE_GONE + CONSUMER, GROUP_AND_WARP)
+                    named_barrier_sync(PIECE_GONE + CONSUMER, GROUP_AND_WARP)
             tma_store_wait(0)
             entry = tile.b
             if form.RAGGED:  # as hopper_packed.py has it
@@ -301,7 +302,8 @@ def bwd_fused_hopper_kernel(
     and dS K added to a float32 workspace [B, Hq, rows_padded, BLOCK_D] of zeros: by the descriptor sums (REDUCE "tma"), or
     by the pointer words ("vector"), both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles
     were taken after each program's first. flags [B, Hq, rows_padded / CHUNK] int32, only if BESIDE: 1 once terms and zeros
-    of these rows are there (sm90/bwd_beside.py); it may then start as soon as the kernel before it has set them to 0.
+    of these rows are there (sm90/bwd_prepare_overlapped.py); it may then start as soon as the kernel before it has set them
+    to 0.
     Behind them, only if FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head
     (sm90/bwd_finish.py). EARLY_START: it may start once all programs of the kernel before have, and so may the kernel
     behind it; before a thread reads terms or the counter, or adds to the workspace, it waits for the end of the kernel
@@ -447,9 +449,9 @@ VARIANT = Variant(
     grid_dimensions=("PERSISTENT",),
     constants=space.derived,
     min_arch=90, max_arch=90,
-    before=("sm90/bwd_prepare", "sm90/bwd_beside"),
+    before=("sm90/bwd_prepare", "sm90/bwd_prepare_overlapped"),
     after=("sm90/bwd_finish",),
-    surrounded=lambda config, name: name != ("sm90/bwd_prepare" if config["BESIDE"] else "sm90/bwd_beside"),
+    surrounded=lambda config, name: name != ("sm90/bwd_prepare" if config["BESIDE"] else "sm90/bwd_prepare_overlapped"),
     early=lambda _spec, config: bool(config["BESIDE"] or config.get("EARLY_START")),
     passes_on=lambda spec, config: {
         "SUM_COLUMNS": space.columns(spec, config), "PERMUTED_COLUMNS": space.permuted_columns(spec, config),

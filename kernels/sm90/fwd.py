@@ -16,15 +16,15 @@ from fa2tune.kernels.lib.hopper_forward import (
     Shared,
     await_turn,
     bound_of,
-    hand_back,
     heads_in_band,
     of_carried,
     pairs_suit,
-    pass_by,
-    pass_turn_on,
     q_again,
     quotients,
+    release,
     repack,
+    signal_next_turn,
+    skip_blocks,
     sum_parts,
     tile_of,
     to_carry,
@@ -84,19 +84,30 @@ class Share(NamedTuple):
     offset: gl.tensor
 
 
+class Work(NamedTuple):
+    """What a consumer group has for all of its tiles."""
+
+    share: Share
+    out: Outputs
+    smem: Shared
+    barriers: Barriers
+    queue: tuple
+    qk_scale: gl.tensor
+    call: Call
+
+
 @gluon.jit
 def _tile_of(turn, share, call, form):
     return tile_of(turn, share.tiles, share.heads, call.heads_per_wave, form.BLOCK_M, form.LONGEST_LAST)
 
 
 @gluon.jit
-def _one_tile(
-    ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, share, out, smem, barriers, queue, qk_scale, call,
-    CONSUMER: gl.constexpr, form,
-):  # fmt: skip
+def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work, CONSUMER: gl.constexpr, form):
     """This group's rows of a program's turn-th tile. ahead: its first block's scores, if Q_STAGES is 2. Returns what the next
     tile is called with: (ahead, done, start_m, head, end_q, seqlen_q, seqlen_k). RAGGED: the last two are its sequence's, which
     ends at row end_q of all."""
+    share, out, smem, barriers = work.share, work.out, work.smem, work.barriers
+    queue, qk_scale, call = work.queue, work.qk_scale, work.call
     # A tile is worked out beside its own first exponentials: where the one before ends, the divisions would hold up products.
     # With one Q tile nothing could run meanwhile, and a causal mask has to know the next tile there.
     AT_FIRST: gl.constexpr = form.Q_STAGES > 1 and not form.RIGHT_BOUNDED and not form.RAGGED
@@ -136,7 +147,7 @@ def _one_tile(
     q_shared = tiles_in(smem.q, q_slot)
     if form.Q_STAGES == 1:
         if form.RIGHT_BOUNDED:
-            done = pass_by(start_m, done, True, seqlen_q, seqlen_k, window, barriers, CONSUMER, form)
+            done = skip_blocks(start_m, done, True, seqlen_q, seqlen_k, window, barriers, CONSUMER, form)
         mbarrier.wait(barriers.q_ready.index(q_slot), turn & 1)
     q_tile = used_of(q_shared, form.USED_D)
     if form.Q_IN_REGISTERS:
@@ -144,7 +155,7 @@ def _one_tile(
     if form.Q_STAGES == 1:
         s = issue_scores(q_tile, smem, barriers, done, True, CONSUMER, form)
         if form.PINGPONG:
-            pass_turn_on(CONSUMER, form.GROUPS)
+            signal_next_turn(CONSUMER, form.GROUPS)
     if form.RESCALE == "never":
         keys_of = head // call.group
         if form.RAGGED:
@@ -152,7 +163,7 @@ def _one_tile(
         bound = bound_of(q_shared, out.norms, keys_of, qk_scale, s_layout)
     if form.Q_STAGES == 1:
         s = warpgroup_mma_wait(0, deps=[s])
-        hand_back(barriers.k_empty, done, True, K_EMPTY, form)
+        release(barriers.k_empty, done, True, K_EMPTY, form)
 
     # ---- the last block, which may be ragged
     if form.RAGGED:
@@ -219,7 +230,7 @@ def _one_tile(
             if form.RIGHT_BOUNDED:
                 next_m, next_head = _tile_of(turn + 1, share, call, form)
         if form.RIGHT_BOUNDED:
-            done = pass_by(next_m, done, more, next_q, next_k, window, barriers, CONSUMER, form)
+            done = skip_blocks(next_m, done, more, next_q, next_k, window, barriers, CONSUMER, form)
         q_slot = ((turn + 1) % form.Q_STAGES) * form.GROUPS + CONSUMER
         mbarrier.wait(barriers.q_ready.index(q_slot), ((turn + 1) // form.Q_STAGES) & 1, pred=more)
         s_next = issue_scores(
@@ -234,11 +245,11 @@ def _one_tile(
             next_m, next_head = _tile_of(turn + 1, share, call, form)
     else:
         if form.PINGPONG:
-            pass_turn_on(CONSUMER, form.GROUPS)
+            signal_next_turn(CONSUMER, form.GROUPS)
         s = warpgroup_mma_wait(len(acc), deps=[s_next])
-        hand_back(barriers.k_empty, done, more, K_EMPTY, form)
+        release(barriers.k_empty, done, more, K_EMPTY, form)
     acc = products_done(acc)
-    hand_back(barriers.v_empty, v_entry, True, V_EMPTY, form)
+    release(barriers.v_empty, v_entry, True, V_EMPTY, form)
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
     row_total = gl.sum(total, 1)
@@ -283,6 +294,7 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
     offset = seqlen_k - seqlen_q  # bottom-right: row i sees keys up to i + offset
     turns = turns_of(tiles * heads)
     share = Share(tiles, heads, turns, offset)
+    work = Work(share, out, smem, barriers, queue, qk_scale, call)
     done = 0  # key blocks of earlier tiles
     if form.RAGGED:
         head, start_m, end_q, seqlen_q, _end_k, seqlen_k = received_tile(queue, 0, 4)
@@ -292,32 +304,30 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
         end_q = 0
         alive = True
     if form.PINGPONG and CONSUMER == form.GROUPS - 1:
-        pass_turn_on(CONSUMER, form.GROUPS)  # the first turn is group 0's
+        signal_next_turn(CONSUMER, form.GROUPS)  # the first turn is group 0's
     if form.Q_STAGES > 1:  # the scores of a tile's first block are computed while the tile before it ends
         if form.RIGHT_BOUNDED:
-            done = pass_by(start_m, done, alive, seqlen_q, seqlen_k, call.window, barriers, CONSUMER, form)
+            done = skip_blocks(start_m, done, alive, seqlen_q, seqlen_k, call.window, barriers, CONSUMER, form)
         mbarrier.wait(barriers.q_ready.index(CONSUMER), 0, pred=alive)
         s = issue_scores(used_of(tiles_in(smem.q, CONSUMER), form.USED_D), smem, barriers, done, alive, CONSUMER, form)
         if form.PINGPONG:
-            pass_turn_on(CONSUMER, form.GROUPS)
+            signal_next_turn(CONSUMER, form.GROUPS)
         s = warpgroup_mma_wait(0, deps=[s])
-        hand_back(barriers.k_empty, done, alive, K_EMPTY, form)
+        release(barriers.k_empty, done, alive, K_EMPTY, form)
     else:
         s = 0
     if form.RAGGED:
         turn = 0
         while head >= 0:
             s, done, start_m, head, end_q, seqlen_q, seqlen_k = _one_tile(
-                s, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, share, out, smem, barriers, queue, qk_scale, call,
-                CONSUMER, form,
-            )  # fmt: skip
+                s, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work, CONSUMER, form
+            )
             turn += 1
     else:
         for turn in range(turns):
             s, done, start_m, head, end_q, seqlen_q, seqlen_k = _one_tile(
-                s, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, share, out, smem, barriers, queue, qk_scale, call,
-                CONSUMER, form,
-            )  # fmt: skip
+                s, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work, CONSUMER, form
+            )
     if form.PINGPONG and CONSUMER == 0:
         await_turn(CONSUMER)  # the last group has passed on once more than it was passed
     tma_store_wait(0)

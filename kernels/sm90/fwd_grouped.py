@@ -20,13 +20,13 @@ from fa2tune.kernels.lib.hopper_forward import (
     Form,
     Shared,
     await_turn,
-    hand_back,
     heads_in_band,
     of_carried,
     pairs_suit,
-    pass_turn_on,
     quotients,
+    release,
     repack,
+    signal_next_turn,
     sum_parts,
     to_carry,
     turns_of,
@@ -74,14 +74,28 @@ class Outputs(NamedTuple):
     units: tuple  #: of o, as ``packed_members`` has them
 
 
+class Work(NamedTuple):
+    """What a consumer group has for all of its tiles."""
+
+    tiles: gl.tensor  #: of a head
+    heads: gl.tensor  #: of all batch entries
+    out: Outputs
+    smem: Shared
+    barriers: Barriers
+    queue: tuple
+    qk_scale: gl.tensor
+    call: Call
+
+
 @gluon.jit
 def _one_tile(
-    turn, done, start, head, end_q, seqlen_q, seqlen_k, tiles, heads, out, smem, barriers, queue, qk_scale, call,
-    CONSUMER: gl.constexpr, MEMBERS: gl.constexpr, form,
-):  # fmt: skip
+    turn, done, start, head, end_q, seqlen_q, seqlen_k, work, CONSUMER: gl.constexpr, MEMBERS: gl.constexpr, form
+):
     """This group's rows of a program's turn-th tile, that of queries from ``start`` on. Returns what the next tile is called
     with: (done, start, head, end_q, seqlen_q, seqlen_k). RAGGED: the last two are its sequence's, which ends at row end_q of
     all."""
+    tiles, heads, out, smem = work.tiles, work.heads, work.out, work.smem
+    barriers, queue, qk_scale, call = work.barriers, work.queue, work.qk_scale, work.call
     QUERIES: gl.constexpr = ROWS // MEMBERS
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_N)
@@ -115,9 +129,9 @@ def _one_tile(
     # ---- the last block, which may be ragged
     s = issue_scores(q_tile, smem, barriers, done, True, CONSUMER, form)
     if form.PINGPONG:
-        pass_turn_on(CONSUMER, form.GROUPS)
+        signal_next_turn(CONSUMER, form.GROUPS)
     s = warpgroup_mma_wait(0, deps=[s])
-    hand_back(barriers.k_empty, done, True, K_EMPTY, form)
+    release(barriers.k_empty, done, True, K_EMPTY, form)
     sequence, its_heads = query_heads(head, call, MEMBERS, row_s)  # both vanish without a score term
     if form.RAGGED:
         sequence = sequence_of(queue, turn, 4)
@@ -157,7 +171,7 @@ def _one_tile(
     else:
         next_start, next_head = place_of(turn + 1, tiles, heads, call, MEMBERS, form)
     acc = products_done(acc)
-    hand_back(barriers.v_empty, done - 1, True, V_EMPTY, form)
+    release(barriers.v_empty, done - 1, True, V_EMPTY, form)
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
     row_total = gl.sum(total, 1)
@@ -190,25 +204,24 @@ def _one_tile(
 def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr, MEMBERS: gl.constexpr, form):
     """One consumer group: rows [CONSUMER * ROWS, (CONSUMER + 1) * ROWS) of every tile."""
     if form.PINGPONG and CONSUMER == form.GROUPS - 1:
-        pass_turn_on(CONSUMER, form.GROUPS)  # the first turn is group 0's
+        signal_next_turn(CONSUMER, form.GROUPS)  # the first turn is group 0's
     tiles, heads = tiles_of(call, MEMBERS, form)
+    work = Work(tiles, heads, out, smem, barriers, queue, qk_scale, call)
     done = 0  # key blocks of earlier tiles
     if form.RAGGED:
         turn = 0
         head, start, end_q, seqlen_q, _end_k, seqlen_k = received_tile(queue, 0, 4)
         while head >= 0:
             done, start, head, end_q, seqlen_q, seqlen_k = _one_tile(
-                turn, done, start, head, end_q, seqlen_q, seqlen_k, tiles, heads, out, smem, barriers, queue, qk_scale, call,
-                CONSUMER, MEMBERS, form,
-            )  # fmt: skip
+                turn, done, start, head, end_q, seqlen_q, seqlen_k, work, CONSUMER, MEMBERS, form
+            )
             turn += 1
     else:
         start, head = place_of(0, tiles, heads, call, MEMBERS, form)
         for turn in range(turns_of(tiles * heads)):
             done, start, head, _end_q, _seqlen_q, _seqlen_k = _one_tile(
-                turn, done, start, head, 0, call.seqlen_q, call.seqlen_k, tiles, heads, out, smem, barriers, queue, qk_scale,
-                call, CONSUMER, MEMBERS, form,
-            )  # fmt: skip
+                turn, done, start, head, 0, call.seqlen_q, call.seqlen_k, work, CONSUMER, MEMBERS, form
+            )
     if form.PINGPONG and CONSUMER == 0:
         await_turn(CONSUMER)  # the last group has passed on once more than it was passed
     tma_store_wait(0)

@@ -18,11 +18,11 @@ from fa2tune.kernels.lib.hopper_forward import (
     Form,
     Shared,
     await_turn,
-    hand_back,
     of_carried,
     pairs_suit,
-    pass_turn_on,
+    release,
     repack,
+    signal_next_turn,
     sum_parts,
     to_carry,
 )
@@ -101,9 +101,9 @@ def _one_part(
     # ---- the last block, which may be ragged
     s = issue_scores(q_tile, smem, barriers, done, True, CONSUMER, form)
     if form.PINGPONG:
-        pass_turn_on(CONSUMER, form.GROUPS)
+        signal_next_turn(CONSUMER, form.GROUPS)
     s = warpgroup_mma_wait(0, deps=[s])
-    hand_back(barriers.k_empty, done, True, K_EMPTY, form)
+    release(barriers.k_empty, done, True, K_EMPTY, form)
     query_head = place.h_kv * call.group + place.member
     seen = Seen(rows, offset, seqlen_k, window, below, done, call.score, place.sequence, query_head)
     s = with_term(s, (below - 1) * form.BLOCK_N, seen, form)
@@ -162,7 +162,7 @@ def _one_part(
     mbarrier.wait(barriers.v_ready.index(v_stage), ((done - 1) // form.STAGES) & 1)
     acc = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_stage), acc)
     acc = products_done(acc)
-    hand_back(barriers.v_empty, done - 1, True, V_EMPTY, form)
+    release(barriers.v_empty, done - 1, True, V_EMPTY, form)
 
     row_total = gl.where(used, gl.convert_layout(gl.sum(total, 1), row_s), 0.0)
     peak = gl.where(used, peak, LOWEST)
@@ -182,7 +182,7 @@ def _one_part(
 def _consume(sums, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr, HEAD_DIM_V: gl.constexpr, form):
     """One consumer group: rows [CONSUMER * ROWS, (CONSUMER + 1) * ROWS) of every tile."""
     if form.PINGPONG and CONSUMER == form.GROUPS - 1:
-        pass_turn_on(CONSUMER, form.GROUPS)  # the first turn is group 0's
+        signal_next_turn(CONSUMER, form.GROUPS)  # the first turn is group 0's
     done = 0  # key blocks of earlier parts
     if form.RAGGED:
         turn = 0

@@ -1,5 +1,6 @@
 """What the search spaces of kernels/sm80/ share."""
 
+from fa2tune.search_spaces.lib.common import sixteen_bit
 from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import Constraint
 
@@ -31,18 +32,16 @@ def even_bands(problem: Problem, config: Config, heads: int, keys: int = 0) -> C
     return {**config, "HEADS_PER_WAVE": max(config["HEADS_PER_WAVE"], -(-heads // bands))}
 
 
-SIXTEEN_BIT = Constraint(
-    "sixteen_bit",
-    "these kernels multiply bf16 and fp16 only; float32 is left to the portable kernel",
-    lambda config, spec, arch: spec.dtype in ("bf16", "fp16"),
-)
+SIXTEEN_BIT = sixteen_bit("these kernels multiply bf16 and fp16 only")
 COPIES_ARE_ALIGNED = Constraint(
     "copies_are_aligned",
+    "tensors that are not 16-byte aligned",
     "an asynchronous copy past L1 moves 16 bytes, from a multiple of 16; other tensors are left to the portable kernel",
     lambda config, spec, arch: spec.aligned,
 )
 WITHOUT_WGMMA = Constraint(
     "without_wgmma",
+    "mma.sync where the GPU has faster instructions",
     "compute capability 9.0 to 11.0 multiplies at its full rate by other instructions (wgmma, tcgen05), which the "
     "warp-specialised and portable kernels use; by mma.sync it reaches some 60 % or less",
     lambda config, spec, arch: not 90 <= arch < 120,

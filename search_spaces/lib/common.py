@@ -11,6 +11,12 @@ from fa2tune.spec.variant import DESCRIPTOR, POINTER, WARP_THREADS, Constraint, 
 Tiles = Mapping[int, tuple[int, int, int, int]]
 
 
+#: What several kernels refuse, each for a reason of its own: name, and the words for people.
+TILES_FIT = "tiles_fit_shared_memory", "tiles exceed shared memory"
+REGISTERS_HOLD_TILES = "registers_hold_tiles", "tiles exceed the registers"
+REGISTERS_HOLD_LOOP = "registers_hold_loop", "what lives through the loop exceeds the registers"
+
+REGISTERS_SM = 1 << 16  #: of a multiprocessor
 #: Bytes of a row that TMA swizzles together at most.
 SWIZZLED_BYTES = 128
 
@@ -57,6 +63,7 @@ class Default:
 
 DESCRIPTOR_NEEDS_TMA = Constraint(
     "descriptor_needs_tma",
+    "descriptor loads without TMA",
     "tensor descriptors need the TMA unit (compute capability 9.0 and later), which addresses only tensors whose base address "
     "and row strides are multiples of 16 bytes",
     lambda config, spec, arch: config["LOADS"] != DESCRIPTOR or (arch >= 90 and spec.aligned),
@@ -66,16 +73,18 @@ DESCRIPTOR_NEEDS_TMA = Constraint(
 def rows_per_warp(block: str) -> Constraint:
     return Constraint(
         f"rows_per_warp_{block.lower()}",
+        f"fewer than 16 rows per warp ({block})",
         f"each warp computes 16 rows of a tensor-core product; with fewer rows in {block} the warps split the columns, and the "
         "softmax or its operand crosses warps through shared memory",
         lambda config, spec, arch: spec.dtype == "fp32" or config[block] >= 16 * config["num_warps"],
     )
 
 
-def accumulators_fit(name: str, elements: Callable[[Config, int, int], int], per_thread: int) -> Constraint:
-    """elements(config, D, DV): float32 values that live through the loop."""
+def accumulators_fit(name: str, what: str, elements: Callable[[Config, int, int], int], per_thread: int) -> Constraint:
+    """elements(config, D, DV): float32 values that live through the loop; ``what``: they are, for people."""
     return Constraint(
         f"accumulators_fit_{name}",
+        f"too many accumulators per thread ({what})",
         f"more than {per_thread} float32 accumulators per thread leave too few of its 255 registers for operands, and spill",
         lambda config, spec, arch: (
             elements(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
@@ -87,7 +96,7 @@ def accumulators_fit(name: str, elements: Callable[[Config, int, int], int], per
 def tiles_fit(bytes_needed: Callable[[Config, int, int, int], int]) -> Constraint:
     """bytes_needed(config, D, DV, itemsize): what must lie in shared memory at once, at the least."""
     return Constraint(
-        "tiles_fit_shared_memory",
+        *TILES_FIT,
         "the tiles that must be in shared memory at the same time exceed 227 KiB, the largest limit per block of any GPU",
         lambda config, spec, arch: (
             bytes_needed(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v), ITEMSIZE[spec.dtype])
@@ -103,10 +112,22 @@ def loop_tiles_fit(kept: str, passing: str) -> Constraint:
     )
 
 
+def sixteen_bit(why: str) -> Constraint:
+    return Constraint(
+        "sixteen_bit",
+        "float32 in a kernel for 16-bit types",
+        f"{why}; float32 is left to the portable kernel",
+        lambda config, spec, arch: spec.dtype in ("bf16", "fp16"),
+    )
+
+
 REGISTER_CAP_BINDS = Constraint(
     "register_cap_binds",
+    "maxnreg is no lower than the block's own limit",
     "the block size limits the registers of a thread (16 warps: 128); a cap at or above that limit changes nothing",
-    lambda config, spec, arch: config["maxnreg"] == 0 or config["maxnreg"] * WARP_THREADS * config["num_warps"] < 65536,
+    lambda config, spec, arch: (
+        config["maxnreg"] == 0 or config["maxnreg"] * WARP_THREADS * config["num_warps"] < REGISTERS_SM
+    ),
 )
 
 
@@ -114,6 +135,7 @@ def register_cap_holds(columns: Callable[[int, int], int]) -> Constraint:
     """columns(D, DV): of the widest product whose rows are split over all warps."""
     return Constraint(
         "register_cap_holds_wgmma",
+        "maxnreg leaves too few registers for a product",
         "a Hopper tensor-core instruction keeps a 64-row accumulator of up to 256 columns in registers, columns / 2 per "
         "thread; ptxas rejects a cap that leaves fewer than 30 more",
         lambda config, spec, arch: (
@@ -159,7 +181,9 @@ def keys_space(name: str, default: Default) -> SearchSpace:
         block_n=(16, 32, 64, 128),
         stages=(1, 2, 3),
         own=(
-            accumulators_fit("dk_dv_s_dp", lambda c, d, dv: c["BLOCK_N"] * (d + dv + 2 * c["BLOCK_M"]), 288),
+            accumulators_fit(
+                "dk_dv_s_dp", "dK, dV, scores, dP", lambda c, d, dv: c["BLOCK_N"] * (d + dv + 2 * c["BLOCK_M"]), 288
+            ),
             loop_tiles_fit("BLOCK_N", "BLOCK_M"),
         ),
         default=default,

@@ -1,5 +1,6 @@
 """What the search spaces of the Hopper kernels share."""
 
+from fa2tune.search_spaces.lib.common import sixteen_bit
 from fa2tune.spec.problem import Config, Specialization, head_dim_parts, padded_head_dim
 from fa2tune.spec.variant import Constraint
 
@@ -60,22 +61,20 @@ def spare_registers(spec: Specialization, keys: int) -> int:
 
 HEAD_DIM_HAS_PARTS = Constraint(
     "head_dim_has_parts",
+    "IN_PARTS of a head dim in one part",
     "a head dim that is a power of two, or that two powers of two would pad as far as one, has one part",
     lambda config, spec, arch: not config["IN_PARTS"] or has_parts(spec),
 )
-SIXTEEN_BIT = Constraint(
-    "sixteen_bit",
-    "Hopper's tensor cores take only bf16 and fp16 operands from registers and transposed; float32 is left to the portable "
-    "kernel",
-    lambda config, spec, arch: spec.dtype in ("bf16", "fp16"),
-)
+SIXTEEN_BIT = sixteen_bit("Hopper's tensor cores take only bf16 and fp16 operands from registers and transposed")
 PACKED_WITHIN_32_BITS = Constraint(
     "packed_tensors_within_32_bits",
+    "packed tensors of 4 GiB or more",
     "packed tensors that want 64-bit strides are untried",
     lambda config, spec, arch: not spec.ragged or not spec.wide,
 )
 TMA_ADDRESSES_TENSORS = Constraint(
     "tma_addresses_tensors",
+    "tensors that TMA cannot address",
     "TMA addresses only tensors whose base address and row strides are multiples of 16 bytes",
     lambda config, spec, arch: spec.aligned,
 )

@@ -26,7 +26,7 @@ SPACE = tile_space(
     own=(
         register_cap_holds(lambda d, dv: d),
         rows_per_warp("BLOCK_M"),
-        accumulators_fit("dq_s_dp", lambda c, d, dv: c["BLOCK_M"] * (d + 2 * c["BLOCK_N"]), 256),
+        accumulators_fit("dq_s_dp", "dQ, scores, dP", lambda c, d, dv: c["BLOCK_M"] * (d + 2 * c["BLOCK_N"]), 256),
         loop_tiles_fit("BLOCK_M", "BLOCK_N"),
     ),
     default=DEFAULT,

@@ -36,7 +36,7 @@ SPACE = tile_space(
     own=(
         register_cap_holds(lambda d, dv: dv),
         rows_per_warp("BLOCK_M"),
-        accumulators_fit("output", lambda c, d, dv: c["BLOCK_M"] * (dv + c["BLOCK_N"]), 224),
+        accumulators_fit("output", "scores, output", lambda c, d, dv: c["BLOCK_M"] * (dv + c["BLOCK_N"]), 224),
         tiles_fit(lambda c, d, dv, size: size * c["BLOCK_N"] * (d + dv) * max(1, c["num_stages"] - 1)),
     ),
     default=default,

@@ -10,7 +10,7 @@ from fa2tune.search_spaces.lib.ampere import (
     register_cap_leaves,
     shared_limit,
 )
-from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS
+from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS, REGISTERS_HOLD_LOOP, TILES_FIT
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import WARP_THREADS, Constraint, SearchSpace, added
 
@@ -139,11 +139,13 @@ SPACE = SearchSpace(
         REGISTER_CAP_BINDS,
         Constraint(
             "warps_have_rows",
+            "more warps than a product has rows or columns for",
             "a warp computes at least 16 rows and 8 columns of a product; more warps than that would repeat each other's work",
             lambda config, spec, arch: _warps_fit(config, spec),
         ),
         Constraint(
             "products_apart_are_alike",
+            "SCORES_APART or KEYS_APART of products that are not alike",
             "half of the warps each have one of two products of the same shape, whose factors P and dS are in shared memory",
             lambda config, spec, arch: (
                 not (config["SCORES_APART"] or config["KEYS_APART"])
@@ -156,11 +158,13 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "term_has_room",
+            "a score term with SCORES_APART, or P_THROUGH one",
             "a term's derivative times P goes into dS: not where P comes back from shared memory, or where other warps have dP",
             lambda config, spec, arch: not spec.scored or (config["P_THROUGH"] != "one" and not config["SCORES_APART"]),
         ),
         Constraint(
             "p_in_registers_has_one_split",
+            "P_THROUGH registers needs SCORE_WARPS 1 and KEY_WARPS num_warps",
             "P and dS are operands of the warp that computed them, so its rows of scores are its rows of dK and dV",
             lambda config, spec, arch: (
                 config["P_THROUGH"] != "registers"
@@ -168,7 +172,7 @@ SPACE = SearchSpace(
             ),
         ),
         Constraint(
-            "registers_hold_loop",
+            *REGISTERS_HOLD_LOOP,
             "dK, dV, scores and dP (or dQ) live through the loop; beyond 224 of the 255 registers of a thread (or with fewer "
             "than 40 left under a cap) what a product reads is spilled in every trip",
             lambda config, spec, arch: (
@@ -176,7 +180,7 @@ SPACE = SearchSpace(
             ),
         ),
         Constraint(
-            "tiles_fit_shared_memory",
+            *TILES_FIT,
             "K, V, Q, dO, dS and P exceed the shared memory of a block: 163 KiB on compute capability 8.0 "
             "and 8.7, 99 KiB on 8.6, 8.9 and 12.0",
             lambda config, spec, arch: shared_bytes(config, spec) <= shared_limit(arch),

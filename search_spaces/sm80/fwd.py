@@ -11,7 +11,7 @@ from fa2tune.search_spaces.lib.ampere import (
     register_cap_leaves,
     shared_limit,
 )
-from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS, rows_per_warp
+from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS, REGISTERS_HOLD_LOOP, TILES_FIT, rows_per_warp
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import WARP_THREADS, Constraint, SearchSpace, added
 
@@ -91,6 +91,7 @@ SPACE = SearchSpace(
         rows_per_warp("BLOCK_M"),
         Constraint(
             "halves_of_o_have_rows",
+            "O_IN_HALVES with fewer than 32 rows a warp",
             "a warp with half of O's columns has 32 rows: with 16 it would read as much of V as with all columns",
             lambda config, spec, arch: (
                 not config["O_IN_HALVES"]
@@ -102,13 +103,14 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "held_columns_are_of_q",
+            "Q_HELD with Q_IN_REGISTERS, or more than Q has",
             "columns of Q in registers are some of its own, in whole steps, where not all are there, with padding",
             lambda config, spec, arch: (
                 not config["Q_HELD"] or (not config["Q_IN_REGISTERS"] and config["Q_HELD"] <= spec.head_dim)
             ),
         ),
         Constraint(
-            "registers_hold_loop",
+            *REGISTERS_HOLD_LOOP,
             "output, scores and Q, where it stays, live through the loop; beyond 224 of the 255 registers of a thread (or with "
             "fewer than 40 left under a cap) what a product reads is spilled in every trip",
             lambda config, spec, arch: (
@@ -116,7 +118,7 @@ SPACE = SearchSpace(
             ),
         ),
         Constraint(
-            "tiles_fit_shared_memory",
+            *TILES_FIT,
             "the tiles of Q, K and V exceed the shared memory of a block: 163 KiB on compute capability 8.0 and 8.7, 99 KiB on "
             "8.6, 8.9 and 12.0",
             lambda config, spec, arch: shared_bytes(config, spec) <= shared_limit(arch),

@@ -1,5 +1,6 @@
 """Search space of kernels/sm90/bwd_dkdv.py."""
 
+from fa2tune.search_spaces.lib.common import REGISTERS_HOLD_TILES, TILES_FIT
 from fa2tune.search_spaces.lib.hopper import (
     BARRIER_BYTES,
     HEAD_DIM_HAS_PARTS,
@@ -75,6 +76,7 @@ SPACE = SearchSpace(
         PACKED_WITHIN_32_BITS,
         Constraint(
             "two_groups_of_keys",
+            "OWN keys needs BLOCK_N 128 and P_STAGES 1",
             "two groups that own 64 keys each need a tile of 128 keys, and exchange no P",
             lambda config, spec, arch: (
                 config["OWN"] != "keys" or (config["BLOCK_N"] == 128 and config["P_STAGES"] == 1)
@@ -82,17 +84,18 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "keys_where_they_fit",
+            "OWN products is slower than OWN keys, which fits",
             "where a group's registers hold dK and dV of 64 keys, it need not wait for the other's P: 4 to 27 % faster",
             lambda config, spec, arch: config["OWN"] == "keys" or max(block_dims(spec)) > 128,
         ),
         Constraint(
-            "registers_hold_tiles",
+            *REGISTERS_HOLD_TILES,
             "accumulators, scores and the operands made from them are in registers at the same time; with fewer than 16 left "
             "ptxas spills and serialises the products (C7512)",
             lambda config, spec, arch: _live_registers(config, spec) <= REGISTERS - 16,
         ),
         Constraint(
-            "tiles_fit_shared_memory",
+            *TILES_FIT,
             "K, V, P and the stages of Q and dO exceed 227 KiB, the limit per block on Hopper",
             lambda config, spec, arch: _shared_bytes(config, spec) <= SHARED_BYTES,
         ),

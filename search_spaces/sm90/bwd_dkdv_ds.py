@@ -1,6 +1,7 @@
 """Tiles of kernels/sm90/bwd_dkdv_ds.py. Nothing is searched: they are those of rows of kernels/sm90/bwd_dkdv.py, as far as
 shared memory has room for dS next to them."""
 
+from fa2tune.search_spaces.lib.common import REGISTERS_HOLD_TILES, TILES_FIT
 from fa2tune.search_spaces.lib.hopper import (
     BARRIER_BYTES,
     SHARED_BYTES,
@@ -79,12 +80,12 @@ SPACE = SearchSpace(
     },
     constraints=(
         Constraint(
-            "registers_hold_tiles",
+            *REGISTERS_HOLD_TILES,
             "three groups have 160 registers a thread, too few for a product of 256 columns",
             lambda config, spec, arch: config["DQ_GROUPS"] == 2 or columns(spec, config)[0] <= THREE_GROUPS,
         ),
         Constraint(
-            "tiles_fit_shared_memory",
+            *TILES_FIT,
             "K, V, P, dS and the stages of Q and dO exceed 227 KiB, the limit per block on Hopper",
             lambda config, spec, arch: shared_bytes(config, spec) <= SHARED_BYTES,
         ),

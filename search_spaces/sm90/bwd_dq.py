@@ -1,5 +1,6 @@
 """Search space of kernels/sm90/bwd_dq.py."""
 
+from fa2tune.search_spaces.lib.common import REGISTERS_HOLD_TILES, TILES_FIT
 from fa2tune.search_spaces.lib.hopper import (
     BARRIER_BYTES,
     HEAD_DIM_HAS_PARTS,
@@ -72,13 +73,13 @@ SPACE = SearchSpace(
         HEAD_DIM_HAS_PARTS,
         PACKED_WITHIN_32_BITS,
         Constraint(
-            "registers_hold_tiles",
+            *REGISTERS_HOLD_TILES,
             "dQ, the scores, dP and dS are in registers at the same time; with fewer than 16 left ptxas spills and serialises "
             "the products (C7512)",
             lambda config, spec, arch: _live_registers(config, spec) <= REGISTERS[config["GROUPS"]] - 16,
         ),
         Constraint(
-            "tiles_fit_shared_memory",
+            *TILES_FIT,
             "Q, dO and the stages of K and V exceed 227 KiB, the limit per block on Hopper",
             lambda config, spec, arch: _shared_bytes(config, spec) <= SHARED_BYTES,
         ),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fa2tune.search_spaces.lib.common import TILES_FIT
 from fa2tune.search_spaces.lib.hopper import (
     BARRIER_BYTES,
     PACKED_WITHIN_32_BITS,
@@ -18,7 +19,7 @@ REGISTERS = 240  #: that a consumer thread gets: what 64 Ki leave beside a produ
 TERMS = 8  #: bfloat16 numbers a row, in memory, that lse or delta is the sum of
 TERM_COLUMNS = 16  #: and in shared memory, where one step of a wgmma adds them up
 TURN_ROWS = 64  #: of dQ, to which key tiles add in turns with IN_ORDER
-CHUNK = 128  #: query rows that kernels/sm90/bwd_beside.py signals at once
+CHUNK = 128  #: query rows that kernels/sm90/bwd_prepare_overlapped.py signals at once
 #: Keys whose products with a query row take one multiprocessor as long as preparing that row beside others: 45 to 60 measured
 #: (docs/experiments.md), and some more, as main waits for what is late
 ROWS_WORTH = 60
@@ -154,7 +155,7 @@ def helpers(problem: Problem, config: Config, sm_count: int) -> int:
 
 def share_of_helpers(problem: Problem) -> tuple[int, int]:
     """As (so many of so many), in keys. The main kernel works on whole tiles of them. Which programs go on preparing follows
-    from this, too (kernels/sm90/bwd_beside.py)."""
+    from this, too (kernels/sm90/bwd_prepare_overlapped.py)."""
     return HELPERS_WORTH, keys_worked(problem) + HELPERS_WORTH
 
 
@@ -276,19 +277,22 @@ SPACE = SearchSpace(
     constraints=(
         Constraint(
             "narrow_tiles_hold_head_dims",
+            "NARROW of head dims above 32, or with IN_PARTS",
             "tiles of Q, K, V and dO share one width, so 32 columns are for calls whose head dims both fit",
             lambda config, spec, arch: not config["NARROW"] or (is_narrow(spec) and not config["IN_PARTS"]),
         ),
         Constraint(
             "third_stage_of_narrow_tiles",
+            "STAGES 3 needs NARROW and no ORDER together",
             "blocks of 32 columns take less time than it takes to load the next; at 64 columns and more a third stage gained "
-            "nothing, and the order together has no numbered barrier left for it",
+            "nothing, and the order together has no named barrier left for it",
             lambda config, spec, arch: config["STAGES"] == 2 or (config["NARROW"] and config["ORDER"] != "together"),
         ),
         SIXTEEN_BIT,
         TMA_ADDRESSES_TENSORS,
         Constraint(
             "registers_hold_accumulators",
+            "dK, dV, scores and dP exceed the registers",
             "dK and dV of 64 keys, the scores and dP are in a group's registers at the same time; beyond 192 of 240 ptxas "
             "serialises the products, and with 256 columns dK and dV alone need all (the split kernels serve there)",
             lambda config, spec, arch: (
@@ -297,11 +301,13 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "parts_are_of_both_head_dims",
+            "IN_PARTS of head dims that have not the same two parts",
             "tiles of Q, K, V and dO share one shape, so both head dims need the same two parts, and have to have two",
             lambda config, spec, arch: not config["IN_PARTS"] or config["V_APART"] or has_parts(spec),
         ),
         Constraint(
             "v_apart_is_in_parts",
+            "V_APART with BESIDE, or of head dims that are alike",
             "tiles of V and dO have other columns only in parts, where one of the head dims has 65 to 128 columns; and the "
             "kernels that overlap know one width",
             lambda config, spec, arch: (
@@ -310,6 +316,7 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "parts_are_added_apart",
+            "IN_PARTS needs REDUCE vector and num_warps 4",
             "in parts a group's piece of dQ is of one part, no block that a TMA could add; concatenated groups share one",
             lambda config, spec, arch: (
                 not config["IN_PARTS"] or (config["REDUCE"] == "vector" and not concatenated(config))
@@ -317,6 +324,7 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "half_blocks_if_joined",
+            "BLOCK_M 64 at 64 columns needs num_warps 8 and REDUCE vector",
             "at 64 columns a block of 64 queries has the barriers of a whole block for half the work; it is faster only at "
             "lengths up to 2048, with concatenated groups (one partition has the keys of both) and vector reductions",
             lambda config, spec, arch: (
@@ -328,17 +336,20 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "term_has_registers",
+            "a score term with BLOCK_M 128",
             "what a score term gave lives as long as P, until its derivative is taken; of 128 queries ptxas spills in every "
             "block",
             lambda config, spec, arch: not spec.scored or config["BLOCK_M"] == 64,
         ),
         Constraint(
             "joined_groups_go_together",
+            "num_warps 8 needs ORDER together",
             "concatenated groups synchronise twice per block, so they cannot run apart, which the other orders are for",
             lambda config, spec, arch: not concatenated(config) or config["ORDER"] == "together",
         ),
         Constraint(
             "joined_groups_at_64_columns",
+            "num_warps 8 at 64 columns needs BLOCK_M 64",
             "5 to 15 % slower than separate groups, except with the half blocks of short problems",
             lambda config, spec, arch: (
                 not concatenated(config) or columns(spec, config) > 64 or config["BLOCK_M"] == 64
@@ -346,6 +357,7 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "orders_are_for_persistent_programs",
+            "PAIRS or DYNAMIC has no effect here",
             "without a mask all tiles take the same time, so pairs gain nothing; a program of one tile takes no next one",
             lambda config, spec, arch: (
                 config["PAIRS"] + config["DYNAMIC"] <= (1 if config["PERSISTENT"] else 0)
@@ -354,11 +366,13 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "others_take_over_what_comes_late",
+            "BESIDE needs DYNAMIC if PERSISTENT",
             "with an overlapped prologue, programs start at different times, so tiles cannot be assigned to them in advance",
             lambda config, spec, arch: not config["BESIDE"] or config["DYNAMIC"] or not config["PERSISTENT"],
         ),
         Constraint(
             "who_prepares_makes_room_for_who_finishes",
+            "FINISH_BESIDE without the options that it needs",
             "the epilogue (cast of dQ) runs in the programs of the prologue once all tiles of a head are added; the warp that "
             "counts them must add them itself, or they are added from registers",
             lambda config, spec, arch: (
@@ -372,11 +386,13 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "early_start_waits_for_ends",
+            "EARLY_START with BESIDE",
             "overlapped kernels wait for flags, not for each other's end",
             lambda config, spec, arch: not config["EARLY_START"] or not config["BESIDE"],
         ),
         Constraint(
             "turns_follow_the_counter",
+            "IN_ORDER without the options that it needs",
             "a tile waits for the one above it, which must have been taken from the counter before; a warp of its own waits, "
             "and adds to dQ; kernels that overlap count tiles, not turns",
             lambda config, spec, arch: (
@@ -386,18 +402,20 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "packed_sequences_in_one_form",
+            "packed sequences need DYNAMIC, PERSISTENT and no PAIRS",
             "the producer finds where a packed tile lies when it takes it from the counter",
             lambda config, spec, arch: not spec.ragged or all(config[name] == value for name, value in PACKED.items()),
         ),
         Constraint(
             "longer_first_is_written_before",
+            "LONGER_FIRST with BESIDE, or of sequences that are not packed",
             "the kernel that prepares rows before writes the order of packed tiles; one that overlaps prepares rows in the "
             "order of the sequences",
             lambda config, spec, arch: not config["LONGER_FIRST"] or (spec.ragged and not config["BESIDE"]),
         ),
         PACKED_WITHIN_32_BITS,
         Constraint(
-            "tiles_fit_shared_memory",
+            *TILES_FIT,
             "K, V, the rings of Q and dO, dS and the output tiles exceed 227 KiB, the limit per block on Hopper",
             lambda config, spec, arch: shared_bytes(config, spec) <= SHARED_BYTES,
         ),

@@ -1,16 +1,19 @@
 """Search space of kernels/sm90/fwd.py."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from fa2tune.search_spaces.lib.common import REGISTERS_HOLD_TILES, REGISTERS_SM, TILES_FIT
 from fa2tune.search_spaces.lib.hopper import (
     BARRIER_BYTES,
+    HEAD_DIM_HAS_PARTS,
     SIXTEEN_BIT,
     TMA_ADDRESSES_TENSORS,
     begins_within_sectors,
     spare_registers,
 )
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
-from fa2tune.spec.variant import Constraint, SearchSpace, added
+from fa2tune.spec.variant import WARPGROUP_THREADS, Constraint, SearchSpace, added
 
 ROWS = 64  #: query rows of a consumer group
 #: maxnreg, the registers a thread gets at launch -> programs that a multiprocessor holds at once; 0: as many as one may have.
@@ -48,7 +51,7 @@ def programs(config: Config) -> int:
 def registers(config: Config) -> int:
     """Registers a thread of a consumer group gets: what the groups' share of the launch leaves beside the producer."""
     groups = config["BLOCK_M"] // ROWS
-    launch = config["maxnreg"] or 65536 // (128 * (groups + 1)) // 8 * 8
+    launch = config["maxnreg"] or REGISTERS_SM // (WARPGROUP_THREADS * (groups + 1)) // 8 * 8
     return int(((groups + 1) * launch - PRODUCER_REGISTERS) // groups // 8 * 8)
 
 
@@ -261,7 +264,7 @@ SPACE = SearchSpace(
         "RESCALE": ("now", "lazy", "never"),
         "Q_IN_REGISTERS": (False, True),  # True: Q is not read from shared memory once per key block
         "O_THROUGH": ("own", "halves", "q"),  # the shared memory O leaves by: its own, half of it twice, or Q's
-        "NUMBERED": (False, True),  # True: K and V are handed back at numbered barriers, where a group need not wait
+        "NUMBERED": (False, True),  # True: K and V are released at named barriers, where a group need not wait
         # which head dims are computed as a sum of two powers of two, 96 as 64 + 32: none (padded to one), that of Q and K, or
         # that of V, too. V's second part takes as many instructions more as its first
         "IN_PARTS": added("none", "qk", "both", older="none"),
@@ -272,35 +275,35 @@ SPACE = SearchSpace(
     constraints=(
         SIXTEEN_BIT,
         TMA_ADDRESSES_TENSORS,
-        Constraint(
-            "head_dim_has_parts",
-            "a head dim that is a power of two, or that two powers of two would pad as far as one, has one part",
-            lambda config, spec, arch: _has_parts(spec, config),
-        ),
+        replace(HEAD_DIM_HAS_PARTS, holds=lambda config, spec, arch: _has_parts(spec, config)),
         Constraint(
             "norms_bound_scores",
+            "RESCALE never with a score term",
             "a score term may make scores larger than the norms of Q and K let them be",
             lambda config, spec, arch: not spec.scored or config["RESCALE"] != "never",
         ),
         Constraint(
             "one_group_shares",
+            "maxnreg does not suit the number of consumer groups",
             "one consumer group leaves the tensor cores idle during its exponentials, unless another program uses them; two "
             "groups have too few registers to share a multiprocessor",
             lambda config, spec, arch: (config["BLOCK_M"] == ROWS) == (programs(config) > 1),
         ),
         Constraint(
             "turns_take_groups",
+            "PINGPONG needs two consumer groups",
             "groups take turns inside a program; a single group would wait for itself",
             lambda config, spec, arch: not (config["PINGPONG"] and config["BLOCK_M"] == ROWS),
         ),
         Constraint(
-            "registers_hold_tiles",
+            *REGISTERS_HOLD_TILES,
             "scores, output, probabilities of the block before (and Q) are in registers at the same time; with fewer than 32 "
             "left, or 40 and 80 with a score term, ptxas spills and serialises the products (C7512)",
             lambda config, spec, arch: _registers_hold(spec, config),
         ),
         Constraint(
             "launch_registers_hold_a_product",
+            "maxnreg leaves too few registers for a product",
             "ptxas rejects a wgmma (C7602) whose scores or output (columns / 2 registers) leave fewer than 30 of the registers "
             "that a thread has at launch, whatever the group gets later",
             lambda config, spec, arch: (
@@ -309,7 +312,7 @@ SPACE = SearchSpace(
             ),
         ),
         Constraint(
-            "tiles_fit_shared_memory",
+            *TILES_FIT,
             "Q, O and the stages of K and V exceed a program's share of 228 KiB, of which each program uses 1 KiB more",
             lambda config, spec, arch: (
                 _shared_bytes(config, spec, config["STAGES"], config["O_THROUGH"]) <= _shared_limit(config)
@@ -317,11 +320,13 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "stages_use_shared_memory",
+            "shared memory left for another stage",
             "a program's share of shared memory is fixed, so what another stage would take is wasted otherwise",
             lambda config, spec, arch: _stages_used(config, spec),
         ),
         Constraint(
             "passed_blocks_fit_ring",
+            "too few STAGES, so this mask deadlocks",
             "under a causal mask the first group skips the blocks that only later groups see, while its last product still "
             "reads a V tile; with no more stages than such blocks, producer and group deadlock",
             lambda config, spec, arch: (
@@ -332,6 +337,7 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "o_through_q_alone",
+            "O cannot be stored through Q's memory",
             "O is stored through Q's shared memory only if its parts have Q's shapes and the next tile's Q is not there yet",
             lambda config, spec, arch: (
                 config["O_THROUGH"] != "q" or (config["Q_STAGES"] == 1 and _o_has_the_shape(spec, config))
@@ -339,11 +345,13 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "halves_are_of_one_part",
+            "O in two parts is not stored in halves",
             "a head dim in two parts is not stored in halves: where O has no room of its own, it has that of Q",
             lambda config, spec, arch: config["O_THROUGH"] != "halves" or _o_has_the_shape(spec, config),
         ),
         Constraint(
             "o_has_room_of_its_own",
+            "O shares memory although memory of its own fits",
             "O in halves or in Q's memory waits for its own stores; where two stages of K and V leave room for O, it need not, "
             "but where rows begin within a sector of 32 bytes, a third stage may be worth it",
             lambda config, spec, arch: (

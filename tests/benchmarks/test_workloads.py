@@ -145,7 +145,7 @@ def test_a_share_that_there_is_not_is_refused(text: str) -> None:
         side_by_side._share(None, None, text)
 
 
-def test_records_of_shares_are_joined(tmp_path: Path) -> None:
+def test_records_of_shares_are_merged(tmp_path: Path) -> None:
     about = {"environment": {"gpu": "NVIDIA H200"}, "peers": ["fa2tune"], "seed": "abc", "date": "2026-11-26"}
     files = []
     for name in ("a", "b"):

@@ -21,17 +21,17 @@ H200 = gpus.named("h200")
 FUSED = registry.variant_named("sm90/bwd_fused")
 BESIDE = {"BESIDE": True, "FINISH_BESIDE": True, "DYNAMIC": True}
 APART = {"BLOCK_M": 128, "REDUCE": "vector", "num_warps": 4, "EXPONENTIALS_FIRST": False}
-JOINED = {"BLOCK_M": 64, "REDUCE": "vector", "ORDER": "together", "num_warps": 8, "EXPONENTIALS_FIRST": False}
+CONCATENATED = {"BLOCK_M": 64, "REDUCE": "vector", "ORDER": "together", "num_warps": 8, "EXPONENTIALS_FIRST": False}
 #: The forms that rows of 64 columns name, and those that the search of 32 begins with or may find.
 FORMS: dict[str, dict[str, Any]] = {
     "behind": {**APART, "ORDER": "behind"},
     "behind, exponentials first": {**APART, "ORDER": "behind", "EXPONENTIALS_FIRST": True},
     "together, tma": {**APART, "ORDER": "together", "REDUCE": "tma"},
-    "joined": JOINED,
+    "concatenated": CONCATENATED,
     "ahead": {**APART, "ORDER": "ahead", "EXPONENTIALS_FIRST": True},
     "a third stage": {**APART, "ORDER": "ahead", "EXPONENTIALS_FIRST": True, "STAGES": 3},
 }
-#: A group's products for 128 keys of a tile or, joined, of both groups: loops that hold them, and dQ behind them.
+#: A group's products for 128 keys of a tile or, concatenated, of both groups: loops that hold them, and dQ behind them.
 LOOPS = 4
 
 
@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
 CASES = [
     *(Case(form, 32, ("causal", "full")[place % 2]) for place, form in enumerate(FORMS)),
-    Case("behind", 16, "band"), Case("joined", 24, "causal", beside=True), Case("ahead", 32, "causal", RAGGED),
+    Case("behind", 16, "band"), Case("concatenated", 24, "causal", beside=True), Case("ahead", 32, "causal", RAGGED),
     Case("behind", 32, "full", RAGGED, beside=True),
 ]  # fmt: skip
 every = pytest.mark.parametrize("case", CASES, ids=str)
@@ -86,14 +86,14 @@ def test_it_fits_and_is_not_serialised(case: Case, built: Callable[[Case], Built
 @every
 def test_it_multiplies_32_columns(case: Case, built: Callable[[Case], Built]) -> None:
     """Of S and dP two steps and one for their terms. Joined groups stand once in the code, for half as many loops."""
-    m, joined = case.config["BLOCK_M"], case.config["num_warps"] == 8
+    m, concatenated = case.config["BLOCK_M"], case.config["num_warps"] == 8
     order = case.config["ORDER"]
-    loops = LOOPS // 2 if joined else LOOPS
+    loops = LOOPS // 2 if concatenated else LOOPS
     expected = Counter({m: loops * 2 * 3})
     if order == "ahead":  # S of a tile's first block, in each group
         expected[m] += 2 * 3
     expected[32] += loops * 2 * m // 16  # dV and dK
-    expected[16 if joined else 32] += (
+    expected[16 if concatenated else 32] += (
         (loops + (0 if order == "together" else 2)) * 128 // 16
     )  # dQ, and of the last block
     assert Counter(map(int, re.findall(r"HGMMA\.64x(\d+)x16", built(case).listing))) == expected
@@ -150,5 +150,5 @@ def test_the_kernels_around_it_have_32_columns_too() -> None:
             for variant, its_config in (*before, *after):
                 values = compiler.constexprs(variant, spec, its_config)
                 assert values["SUM_COLUMNS"] == columns
-                if variant.name == "sm90/bwd_beside":
+                if variant.name == "sm90/bwd_prepare_overlapped":
                     assert values["BLOCK_DV"] == columns and values["STAGES"] == {32: 8, 64: 5}[columns]

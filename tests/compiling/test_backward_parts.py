@@ -175,7 +175,7 @@ def test_a_row_of_the_padded_head_dims_is_legal_in_parts(variant: Any, dims: tup
 
 @KERNELS
 def test_where_parts_are_refused(variant: Any) -> None:
-    """Head dims in one part; and of the fused kernel unlike parts, joined groups, and dQ by TMA."""
+    """Head dims in one part; and of the fused kernel unlike parts, concatenated groups, and dQ by TMA."""
     space = variant.space
     for dim in (64, 112, 128):
         spec = specified(dim, dim)

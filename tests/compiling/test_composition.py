@@ -51,7 +51,7 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Edit:
 
 
 PORTABLE = {"portable/fwd", "portable/fwd_split", "portable/bwd_dq", "portable/bwd_dkdv", "portable/bwd_fused"}
-FUSED_HOPPER = {"sm90/bwd_fused", "sm90/bwd_beside"}
+FUSED_HOPPER = {"sm90/bwd_fused", "sm90/bwd_prepare_overlapped"}
 FUSED_AMPERE = {"sm80/bwd_fused", "sm80/bwd_ordered"}
 #: Backwards that ask a score term's hooks.
 SCORED_HOPPER = {
@@ -102,6 +102,7 @@ HOPPER = {
         # what decides which calls a config is chosen for, which points are searched, what is tried first
         ("search_spaces.sm90.fwd", "LEAST_QUERIES = 1024", "LEAST_QUERIES = 2048", set(), set()),
         ("search_spaces.portable.fwd", "64: (64, 128, 4, 2)", "64: (64, 64, 4, 2)", set(), set()),
+        ("search_spaces.lib.common", "REGISTER_CAP_BINDS,", "", set(), set()),
         ("kernels.sm90.fwd", "suited=space.suited,", "suited=space.other,", set(), set()),
         # the launch of a kernel
         ("kernels.portable.fwd_norms", "math.prod(space.norms_shape(problem))", "space.norms_shape(problem)[0]",
@@ -167,6 +168,7 @@ def test_a_parameter_that_a_callback_does_not_use_does_not_count(edit: Edit) -> 
     ("text", "kept"),
     [
         ("VARIANT = described(SPACE, serves='fwd')", "VARIANT = described(SPACE)"),
+        ("VARIANT = described(space=SPACE, serves='fwd')", "VARIANT = described()"),
         ("VARIANT: Variant = Variant(kernel, serves='fwd')", "VARIANT: Variant = Variant(kernel)"),
         ("VARIANT = described(SPACE, role='fwd_combine', ordered_form_of='sm80/one')", "VARIANT = described(SPACE)"),
         ("VARIANT = Variant(kernel, role='fwd_combine', ordered_form_of='sm80/one')", "VARIANT = Variant(kernel)"),

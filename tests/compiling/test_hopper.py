@@ -141,16 +141,17 @@ def of_the_sanitizer() -> Iterator[Case]:
 def of_packed_sequences() -> Iterator[Case]:
     """The forms of the fused backward that rows name, each for packed sequences."""
     variant = NAMED["sm90/bwd_fused"]
-    joined = {"ORDER": "together", "REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
+    concatenated = {"ORDER": "together", "REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
     added = {"ORDER": "together", "REDUCE": "tma"}  # by a warp of its own
     ends, early = {"BESIDE": True, "FINISH_BESIDE": True}, {"EARLY_START": True}
     longer = {"LONGER_FIRST": True}
     for dim, mask, settings in (
-        (64, "causal", added), (64, "full", joined), (64, "band", {}), (128, "causal", joined), (128, "causal", {}),
-        (128, "full", {}), (64, "causal", {**added, **ends}), (64, "full", ends), (128, "causal", {**joined, **ends}),
-        (128, "full", {**joined, "BESIDE": True}), (64, "band", {**joined, **early}), (128, "causal", {**joined, **early}),
+        (64, "causal", added), (64, "full", concatenated), (64, "band", {}), (128, "causal", concatenated), (128, "causal", {}),
+        (128, "full", {}), (64, "causal", {**added, **ends}), (64, "full", ends), (128, "causal", {**concatenated, **ends}),
+        (128, "full", {**concatenated, "BESIDE": True}), (64, "band", {**concatenated, **early}),
+        (128, "causal", {**concatenated, **early}),
         (128, "full", {**added, **early}), (64, "causal", early), (96, "causal", early),
-        (64, "causal", longer), (128, "causal", {**joined, **early, **longer}), (96, "full", {**early, **longer}),
+        (64, "causal", longer), (128, "causal", {**concatenated, **early, **longer}), (96, "full", {**early, **longer}),
     ):  # fmt: skip
         spec = bf16(dim, dim, mask, extent=RAGGED)
         config = {**variant.space.default(spec, 90), **settings}
@@ -317,7 +318,7 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 #: What must be among the cases of a variant, beside each value that is compiled in.
 SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
-    "joined groups, dQ by TMA": lambda v, c, p: c.get("REDUCE") == "tma" and c["num_warps"] == 2 * GROUP_WARPS,
+    "concatenated groups, dQ by TMA": lambda v, c, p: c.get("REDUCE") == "tma" and c["num_warps"] == 2 * GROUP_WARPS,
     **{
         f"{order}, dQ by {reduce}, head dim {dim}": lambda v, c, p, order=order, reduce=reduce, dim=dim: (
             (c.get("ORDER"), c.get("REDUCE"), p.head_dim) == (order, reduce, dim) and takes_several(v, c, p)
@@ -333,11 +334,11 @@ SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
             c.get("DYNAMIC") and (c["num_warps"], c["ORDER"]) == (warps, order) and takes_several(v, c, p)
         )
         for name, warps, order in (("an adder beside", GROUP_WARPS, "together"), ("none", GROUP_WARPS, "behind"),
-                                   ("joined", 2 * GROUP_WARPS, "together"))
+                                   ("concatenated", 2 * GROUP_WARPS, "together"))
     },
     "tiles from a counter, no mask": lambda v, c, p: c.get("DYNAMIC") and p.mask == FULL and takes_several(v, c, p),
     **{
-        f"prepared beside the tiles, {'causal' if causal else 'full'}, {dim}": lambda v, c, p, causal=causal, dim=dim: (
+        f"prepared overlapped with tiles, {'causal' if causal else 'full'}, {dim}": lambda v, c, p, causal=causal, dim=dim: (
             c.get("BESIDE") and (p.mask == CAUSAL, p.head_dim) == (causal, dim) and takes_several(v, c, p)
         )
         for causal in (False, True) for dim in (64, 128)
@@ -357,19 +358,19 @@ SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
     ),
     "pairs of tiles": lambda v, c, p: bool(c.get("PAIRS")),
     "several pairs a program": lambda v, c, p: bool(c.get("PAIRS")) and takes_several(v, c, p),
-    "several tiles a program, joined": lambda v, c, p: c["num_warps"] == 2 * GROUP_WARPS and takes_several(v, c, p),
+    "several tiles a program, concatenated": lambda v, c, p: c["num_warps"] == 2 * GROUP_WARPS and takes_several(v, c, p),
     "several tiles a program, apart": lambda v, c, p: "ORDER" in c and c["num_warps"] == GROUP_WARPS and takes_several(v, c, p),
     "the next tile's Q": lambda v, c, p: c.get("Q_STAGES") == 2 and takes_several(v, c, p),
     "two programs a multiprocessor": lambda v, c, p: v.name == "sm90/fwd" and c["maxnreg"] == 128 and takes_several(v, c, p),
     "three programs a multiprocessor": lambda v, c, p: v.name == "sm90/fwd" and c["maxnreg"] == 80 and takes_several(v, c, p),
     **{
-        f"numbered barriers, {count} programs a multiprocessor": lambda v, c, p, registers=registers: (
+        f"named barriers, {count} programs a multiprocessor": lambda v, c, p, registers=registers: (
             c.get("NUMBERED") and c["maxnreg"] == registers and takes_several(v, c, p)
         )
         for count, registers in (("two", 128), ("three", 80))
     },
     **{
-        f"K and V at numbered barriers, {'in turn' if turns else 'out of turn'}, {'causal' if causal else 'full'}":
+        f"K and V at named barriers, {'in turn' if turns else 'out of turn'}, {'causal' if causal else 'full'}":
             lambda v, c, p, turns=turns, causal=causal: (
                 c.get("NUMBERED") and c["PINGPONG"] == turns and (p.mask == CAUSAL) == causal and takes_several(v, c, p)
             )
@@ -517,7 +518,7 @@ def test_what_is_prepared_beside_is_told_in_order(dim: int, causal: bool, finish
     config = {**fused.space.default(spec, 90), "BESIDE": True, **finish}
     assert fused.space.broken(config, spec, 90) is None
     ((beside, settings), *others), _ = compiler.around(fused, spec, config, 90)
-    assert beside.name == "sm90/bwd_beside" and others == []
+    assert beside.name == "sm90/bwd_prepare_overlapped" and others == []
     with builder([(beside.name, spec, tuple(settings.items()))]) as built:
         made = built((beside.name, spec, tuple(settings.items())))
     assert limits.after_compile(made.binary, H200) is None and made.binary.stack_bytes == 0
@@ -653,16 +654,16 @@ def beside_its_own(case: Case) -> bool:
     """Whether a config claims that the exponentials of a group run while a product of its own, dP, is in flight.
 
     The dimension EXPONENTIALS_FIRST asks ptxas for it, which does as it likes: in the order "together" with vector reductions
-    it can be relied on, apart or joined, with both Tritons. Elsewhere it is so in some loops, and moves the wait above most
-    exponentials in others (docs/experiments.md), in the other kernels in all of them."""
+    it can be relied on, apart or concatenated, with both Tritons. Elsewhere it is so in some loops, and moves the wait above
+    most exponentials in others (docs/experiments.md), in the other kernels in all of them."""
     config = case.config
     return bool(config.get("EXPONENTIALS_FIRST") and (config["ORDER"], config["REDUCE"]) == ("together", "vector"))
 
 
 def beside_anothers(case: Case) -> bool:
-    """Whether it rests on groups that are apart, so that one exponentiates while another's products run. (Of groups joined in
-    one partition, without the overlap above, nothing is claimed; nor in the order "ahead", where ptxas scatters exponentials
-    among the steps of dP.)"""
+    """Whether it rests on groups that are apart, so that one exponentiates while another's products run. (Of groups
+    concatenated in one partition, without the overlap above, nothing is claimed; nor in the order "ahead", where ptxas scatters
+    exponentials among the steps of dP.)"""
     apart = case.config["num_warps"] == GROUP_WARPS and case.config.get("ORDER") != "ahead"
     return apart and not beside_its_own(case)
 

@@ -49,7 +49,7 @@ def test_chunks_spill_no_more_than_a_window(dim: int) -> None:
 
 
 def barriers(code: str) -> set[tuple[str, str, int]]:
-    """(SYNC or ARV, which, threads) of each numbered barrier."""
+    """(SYNC or ARV, which, threads) of each named barrier."""
     found = re.findall(r"BAR\.(SYNC|ARV)\S* (\w+), (0x[0-9a-f]+)", code)
     return {(how, name, int(threads, 16)) for how, name, threads in found}
 
@@ -134,7 +134,7 @@ THREE = {
 @pytest.mark.parametrize(("dim", "changes"), [(128, {}), (64, {}), (64, THREE)], ids=["128", "64", "three programs"])
 def test_what_no_warp_waits_at_keeps_its_memory(dim: int, changes: dict[str, Any], numbered: bool) -> None:
     """Triton gives the memory of an mbarrier that is only initialised to others, over whose values it may be written back
-    later. So those that numbered barriers stand in for are invalidated behind the partitions."""
+    later. So those that named barriers stand in for are invalidated behind the partitions."""
     config, code = built(dim, True, **changes, NUMBERED=numbered)
     initialised = re.findall(r"SYNCS\.EXCH\.64 \w+, \[UR\d+(?:\+(0x[0-9a-f]+))?\]", code)
     of_q, of_k_and_v = 2 * config["Q_STAGES"] * config["BLOCK_M"] // 64, 4 * config["STAGES"]

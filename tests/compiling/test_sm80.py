@@ -15,7 +15,6 @@ from hopper_builds import TESTED
 from fa2tune import gpus
 from fa2tune.compiling import compiler, fingerprint, limits, registry, sass
 from fa2tune.launching.image import Image
-from fa2tune.rows import pruned
 from fa2tune.rows.row import Row, hashed_as
 from fa2tune.search_spaces.lib import ampere
 from fa2tune.search_spaces.sm80 import bwd_fused, fwd
@@ -71,7 +70,6 @@ def test_what_they_cannot_do_is_refused_by_name(variant: Any) -> None:
         assert refusal(variant, gpu, spec_of(128)) == "without_wgmma"
     assert refusal(variant, "a100", spec_of(128, aligned=False)) == "copies_are_aligned"
     assert refusal(variant, "a100", spec_of(64, dtype="fp32")) == "sixteen_bit"
-    assert set(pruned.WORDS) >= {constraint.name for constraint in variant.space.constraints}
 
 
 @BOTH

@@ -27,7 +27,7 @@ from fa2tune.spec.variant import Variant
 FOUND: list[Variant] = list(specialized(("bwd_fused",))) if torch.cuda.is_available() else []
 pytestmark = pytest.mark.skipif(not FOUND, reason="no warp-specialised fused backward for this GPU")
 
-JOINED = {"BLOCK_M": 64, "REDUCE": "vector", "ORDER": "together", "EXPONENTIALS_FIRST": False, "num_warps": 8}
+CONCATENATED = {"BLOCK_M": 64, "REDUCE": "vector", "ORDER": "together", "EXPONENTIALS_FIRST": False, "num_warps": 8}
 BY_TMA = {"ORDER": "together", "REDUCE": "tma", "EXPONENTIALS_FIRST": False, "num_warps": 4}
 PAIRS = {"DYNAMIC": False, "PAIRS": True}
 ONE_TILE = {"DYNAMIC": False, "PERSISTENT": False}
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 CASES = [
     *(Case(dim, mask) for dim in (32, 64, 96, 128) for mask in (FULL, CAUSAL)),
-    *(Case(dim, CAUSAL, tuple(JOINED.items())) for dim in (32, 64, 128)),
+    *(Case(dim, CAUSAL, tuple(CONCATENATED.items())) for dim in (32, 64, 128)),
     *(Case(dim, FULL, tuple(BY_TMA.items())) for dim in (64, 128)),
     Case(128, CAUSAL, tuple(PAIRS.items())), Case(64, FULL, tuple(ONE_TILE.items())),
 ]  # fmt: skip

@@ -35,15 +35,15 @@ pytestmark = pytest.mark.skipif(not FOUND, reason="no warp-specialised fused bac
 
 DIMS = ((32, 32), (24, 24), (16, 16), (16, 32))
 VECTOR = {"REDUCE": "vector", "BLOCK_M": 128, "num_warps": 4, "EXPONENTIALS_FIRST": False}
-JOINED = {"REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "ORDER": "together", "EXPONENTIALS_FIRST": False}
+CONCATENATED = {"REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "ORDER": "together", "EXPONENTIALS_FIRST": False}
 BESIDE = {"BESIDE": True, "DYNAMIC": True, "PERSISTENT": True, "PAIRS": False}
 FORMS: tuple[dict[str, Any], ...] = (
     {}, {**VECTOR, "ORDER": "behind"}, {**VECTOR, "ORDER": "behind", "EXPONENTIALS_FIRST": True},
     {**VECTOR, "ORDER": "together"}, {**VECTOR, "ORDER": "together", "REDUCE": "tma"},
-    {**VECTOR, "ORDER": "behind", "REDUCE": "tma"}, JOINED, {"STAGES": 3}, {**VECTOR, "ORDER": "behind", "STAGES": 3},
+    {**VECTOR, "ORDER": "behind", "REDUCE": "tma"}, CONCATENATED, {"STAGES": 3}, {**VECTOR, "ORDER": "behind", "STAGES": 3},
     {**BESIDE, "FINISH_BESIDE": True}, {**VECTOR, **BESIDE, "ORDER": "behind"},
     {**VECTOR, **BESIDE, "ORDER": "together", "REDUCE": "tma", "FINISH_BESIDE": True},
-    {**JOINED, **BESIDE, "FINISH_BESIDE": True}, {"DYNAMIC": False, "PAIRS": True},
+    {**CONCATENATED, **BESIDE, "FINISH_BESIDE": True}, {"DYNAMIC": False, "PAIRS": True},
     {"DYNAMIC": False, "PERSISTENT": False},
 )  # fmt: skip
 #: Odd lengths, fewer queries than keys and the other way round, and more tiles than programs.
@@ -74,7 +74,7 @@ CASES = [
 ]
 WINDOWED = [
     Case(dims, mask, "bf16", tuple(form.items()))
-    for dims, mask, form in product(((32, 32), (16, 16)), WINDOWS, (FORMS[0], FORMS[1], JOINED))
+    for dims, mask, form in product(((32, 32), (16, 16)), WINDOWS, (FORMS[0], FORMS[1], CONCATENATED))
 ]
 
 
@@ -123,13 +123,13 @@ def test_windows(case: Case) -> None:
 
 @pytest.mark.parametrize("view", [view for view in VIEWS if view is not as_they_are], ids=lambda view: view.__name__)
 def test_views(view: Any) -> None:
-    for case in (Case((32, 32), CAUSAL), Case((24, 24), CAUSAL, "bf16", tuple(JOINED.items()))):
+    for case in (Case((32, 32), CAUSAL), Case((24, 24), CAUSAL, "bf16", tuple(CONCATENATED.items()))):
         checked(case, case.posed(300, 333), view=view)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (8, 1)])
 def test_grouped_heads(heads: tuple[int, int]) -> None:
-    for case in (Case((32, 32), CAUSAL), Case((16, 16), CAUSAL, "bf16", tuple(JOINED.items()))):
+    for case in (Case((32, 32), CAUSAL), Case((16, 16), CAUSAL, "bf16", tuple(CONCATENATED.items()))):
         checked(case, case.posed(333, 444, heads=heads))
 
 

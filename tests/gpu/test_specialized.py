@@ -195,16 +195,16 @@ def test_forms_on_more_tiles_than_programs(form: Form) -> None:
                 check(variant, config, asked)
 
 
-#: Rows prepared beside the fused backward's tiles, which then come from a counter; and dQ finished beside them.
+#: Rows prepared overlapped with the fused backward's tiles, which then come from a counter; and dQ finished so.
 BESIDE = {"BESIDE": True, "DYNAMIC": True, "PERSISTENT": True, "PAIRS": False}
 FINISH = {**BESIDE, "FINISH_BESIDE": True, "REDUCE": "vector"}
-JOINED = {"num_warps": 8, "ORDER": "together", "BLOCK_M": 64}
+CONCATENATED = {"num_warps": 8, "ORDER": "together", "BLOCK_M": 64}
 
 
 @masks
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
-    "beside", [BESIDE, FINISH, {**FINISH, **JOINED}, {**FINISH, "REDUCE": "tma", "ORDER": "together"}], ids=str
+    "beside", [BESIDE, FINISH, {**FINISH, **CONCATENATED}, {**FINISH, "REDUCE": "tma", "ORDER": "together"}], ids=str
 )
 def test_more_chunks_than_are_under_way(dim: int, causal: bool, beside: Config) -> None:
     """What is prepared beside the fused backward goes round its rings several times: dQ shows zeros that come late or never,

@@ -34,33 +34,33 @@ SCALE = 0.11
 NAN = float("nan")
 #: What differs from the default of 64 and of 128 columns.
 TOGETHER = {"ORDER": "together"}
-JOINED = {**TOGETHER, "REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
+CONCATENATED = {**TOGETHER, "REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
 FORMS = {
     "apart, by TMA": {**TOGETHER, "REDUCE": "tma"},
     "apart, from registers": {**TOGETHER, "REDUCE": "vector"},
     "a block behind, by TMA": {"ORDER": "behind", "REDUCE": "tma"},
     "a block behind, from registers": {"ORDER": "behind", "REDUCE": "vector"},
     "scores ahead": {"ORDER": "ahead", "REDUCE": "vector", "EXPONENTIALS_FIRST": False},
-    "joined": JOINED,
-    "joined, by TMA": {**JOINED, "REDUCE": "tma"},
+    "concatenated": CONCATENATED,
+    "concatenated, by TMA": {**CONCATENATED, "REDUCE": "tma"},
     "each started early": {"EARLY_START": True},
-    "joined, each started early": {**JOINED, "EARLY_START": True},
+    "concatenated, each started early": {**CONCATENATED, "EARLY_START": True},
     "apart, by TMA, each started early": {**TOGETHER, "REDUCE": "tma", "EARLY_START": True},
     "longer first": {"LONGER_FIRST": True},
-    "joined, longer first": {**JOINED, "LONGER_FIRST": True},
+    "concatenated, longer first": {**CONCATENATED, "LONGER_FIRST": True},
     "longer first, each started early": {"LONGER_FIRST": True, "EARLY_START": True},
-    "joined, longer first, each started early": {**JOINED, "LONGER_FIRST": True, "EARLY_START": True},
+    "concatenated, longer first, each started early": {**CONCATENATED, "LONGER_FIRST": True, "EARLY_START": True},
     "apart, by TMA, longer first, each started early": {
         **TOGETHER,
         "REDUCE": "tma",
         "LONGER_FIRST": True,
         "EARLY_START": True,
     },
-    "prepared beside": {"BESIDE": True},
-    "prepared beside, heads in one band": {"BESIDE": True, "HEADS_PER_WAVE": 32},
+    "prepared overlapped": {"BESIDE": True},
+    "prepared overlapped, heads in one band": {"BESIDE": True, "HEADS_PER_WAVE": 32},
     "and finished": {**TOGETHER, "BESIDE": True, "FINISH_BESIDE": True, "REDUCE": "tma"},
     "and finished, from registers": {"BESIDE": True, "FINISH_BESIDE": True, "ORDER": "behind", "REDUCE": "vector"},
-    "joined, and finished": {**JOINED, "BESIDE": True, "FINISH_BESIDE": True},
+    "concatenated, and finished": {**CONCATENATED, "BESIDE": True, "FINISH_BESIDE": True},
 }
 LONGER_FIRST = [form for form in FORMS if "longer first" in form]
 
@@ -189,8 +189,8 @@ def test_forms(form, dim):
 @pytest.mark.parametrize("rest", [0, 1])
 def test_nan_of_a_neighbour_stays_there(packing, rest):
     compared(packing, FULL, poisoned=(2, rest))
-    compared(packing, CAUSAL, "joined", poisoned=(2, rest))
-    compared(packing, CAUSAL, "joined, each started early", poisoned=(2, rest))
+    compared(packing, CAUSAL, "concatenated", poisoned=(2, rest))
+    compared(packing, CAUSAL, "concatenated, each started early", poisoned=(2, rest))
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -210,18 +210,18 @@ def test_longer_sequences_first_in_windows_and_chunks(mask, form):
 @pytest.mark.parametrize("heads", [(8, 1), (6, 2), (3, 3)], ids=str)
 def test_query_groups(heads):
     compared("unequal", CAUSAL, heads=heads)
-    compared("equal", CAUSAL, "joined", heads=heads, dims=(64, 64))
+    compared("equal", CAUSAL, "concatenated", heads=heads, dims=(64, 64))
 
 
 @pytest.mark.parametrize(
     "form",
     [
         "default",
-        "joined",
-        "joined, each started early",
+        "concatenated",
+        "concatenated, each started early",
         "longer first",
-        "joined, longer first, each started early",
-        "prepared beside, heads in one band",
+        "concatenated, longer first, each started early",
+        "prepared overlapped, heads in one band",
         "and finished, from registers",
     ],
 )
@@ -286,7 +286,14 @@ def test_split_padded_head_dims_and_fp16(dims, heads):
 
 #: Prepared before and finished after, or overlapped; with an order of tiles; or split.
 every_kind = pytest.mark.parametrize(
-    "form", ["default", "joined, and finished", "longer first", "joined, longer first, each started early", SPLIT_FORM]
+    "form",
+    [
+        "default",
+        "concatenated, and finished",
+        "longer first",
+        "concatenated, longer first, each started early",
+        SPLIT_FORM,
+    ],
 )
 
 

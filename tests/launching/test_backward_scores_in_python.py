@@ -49,7 +49,7 @@ def test_fused(gpu: PythonGpu, form: str, mask: Mask, packed: bool, score: Score
 FUSED: list[tuple[Call, dict[str, Any]]] = [
     (Call(((140, 140),), (4, 2), (64, 64), CAUSAL, batch=2), {}),
     (Call(((140, 200),), (2, 1), (64, 64), band(40, 10), softmax_scale=-0.2), BACKWARDS["apart, by TMA"]),
-    (Call(((200, 140),), (2, 2), (64, 64), FULL), BACKWARDS["joined"]),
+    (Call(((200, 140),), (2, 2), (64, 64), FULL), BACKWARDS["concatenated"]),
     (Call(PACKING, (2, 1), (64, 64), CAUSAL, packed=True), BACKWARDS["scores ahead"]),
     (Call(((140, 140),), (2, 1), (32, 32), CAUSAL), {"NARROW": True}),
     (Call(PACKING, (2, 1), (24, 32), FULL, packed=True), {"NARROW": True, **BACKWARDS["and finished"]}),

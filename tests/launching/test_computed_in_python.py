@@ -309,12 +309,12 @@ def test_what_is_packed_with_a_sequence_changes_no_bit(
 
 
 TOGETHER = {"ORDER": "together"}
-JOINED = {**TOGETHER, "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
+CONCATENATED = {**TOGETHER, "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
 BESIDE = {"BESIDE": True, "FINISH_BESIDE": True}
 BACKWARDS: dict[str, dict[str, Any]] = {
     "a block behind": {}, "apart, by TMA": {**TOGETHER, "REDUCE": "tma"}, "from registers": {"REDUCE": "vector"},
     "scores ahead": {"ORDER": "ahead", "REDUCE": "vector", "EXPONENTIALS_FIRST": False},
-    "joined": {**JOINED, "REDUCE": "vector"}, "prepared beside": {"BESIDE": True},
+    "concatenated": {**CONCATENATED, "REDUCE": "vector"}, "prepared overlapped": {"BESIDE": True},
     "and finished": {**TOGETHER, **BESIDE, "REDUCE": "tma"},
 }  # fmt: skip
 MASKS = (CAUSAL, FULL, band(40, 10), Mask("chunked", 64))
@@ -380,13 +380,13 @@ NARROW_CALLS = [
     (Call(((130, 270),), (2, 1), (16, 16), CAUSAL), "scores ahead"),
     (Call(((300, 260),), (3, 1), (32, 24), band(40, 10)), "scores ahead"),
     (Call(((140, 140),), (2, 2), (32, 32), FULL), "apart, by TMA"),
-    (Call(((130, 150),), (2, 1), (24, 32), CAUSAL), "joined"),
+    (Call(((130, 150),), (2, 1), (24, 32), CAUSAL), "concatenated"),
     (Call(((260, 130),), (1, 1), (16, 32), band(-1, 20)), "from registers"),
     (Call(((140, 300),), (4, 1), (32, 32), CAUSAL), "and finished"),
-    (Call(((200, 200),), (2, 2), (32, 32), Mask("chunked", 64)), "prepared beside"),
+    (Call(((200, 200),), (2, 2), (32, 32), Mask("chunked", 64)), "prepared overlapped"),
     (Call(PACKING, (2, 1), (32, 32), CAUSAL, packed=True), "a block behind"),
     (Call(PACKING, (2, 2), (16, 16), FULL, packed=True), "scores ahead"),
-    (Call(PACKING, (2, 1), (24, 24), CAUSAL, packed=True), "joined"),
+    (Call(PACKING, (2, 1), (24, 24), CAUSAL, packed=True), "concatenated"),
     (Call(PACKING, (2, 1), (32, 32), FULL, packed=True), "and finished"),
 ]
 #: What BACKWARDS leaves to the default of head dim 128, which is not that of 32.
@@ -416,7 +416,7 @@ def test_backward_of_32_columns_with_groups_in_parts(gpu: PythonGpu, heads: tupl
 @pytest.mark.parametrize(
     ("heads", "dim", "parts", "form"),
     [((4, 2), 128, 2, "a block behind"), ((6, 1), 64, 3, "a block behind"), ((4, 2), 128, 2, "and finished"),
-     ((4, 1), 128, 4, "joined"), ((4, 2), 96, 2, "from registers")],
+     ((4, 1), 128, 4, "concatenated"), ((4, 2), 96, 2, "from registers")],
     ids=str,
 )  # fmt: skip
 def test_packed_backward_with_groups_in_parts(

@@ -461,7 +461,7 @@ def test_a_launch_may_start_before_the_one_before_has_ended(driver: Driver, monk
         workers = fused.scalars(wide, beside, early)
         assert (132 * workers["rows_worth"] // workers["keys_seen"] >= 132) != early, "alone, all prepare"
     (before,), (after,) = compiler.around(fused, PROBLEM.specialization, beside, 90)
-    assert (before[0].name, after[0].name) == ("sm90/bwd_beside", "sm90/bwd_finish")
+    assert (before[0].name, after[0].name) == ("sm90/bwd_prepare_overlapped", "sm90/bwd_finish")
     assert not launch.starts_early(after[0], PROBLEM, after[1])
     _, (after,) = compiler.around(fused, PROBLEM.specialization, {**beside, "FINISH_BESIDE": True}, 90)
     assert launch.starts_early(after[0], PROBLEM, after[1])

@@ -28,7 +28,7 @@ CALLS = [
     (Call(((130, 150),), (2, 1), (128, 128), CAUSAL), "a block behind", {}),
     (Call(((150, 130),), (2, 2), (128, 128), FULL, batch=2), "apart, by TMA", {}),
     (Call(((140, 300),), (2, 1), (128, 128), band(40, 10)), "scores ahead", {}),
-    (Call(((140, 140),), (2, 2), (64, 64), FULL), "joined", {}),
+    (Call(((140, 140),), (2, 2), (64, 64), FULL), "concatenated", {}),
     (Call(((200, 550),), (2, 1), (64, 64), CAUSAL), "from registers", {"DYNAMIC": False, "PERSISTENT": False}),
     (Call(((300, 600),), (2, 2), (64, 64), CAUSAL), "from registers", {"DYNAMIC": False, "PAIRS": True}),
     (Call(((130, 400),), (2, 1), (96, 96), CAUSAL), "from registers", IN_PARTS),
@@ -37,13 +37,13 @@ CALLS = [
     (Call(((100, 130),), (2, 2), (16, 120), FULL), "from registers", V_APART),
     (Call(((140, 300),), (2, 1), (88, 72), band(40, 10)), "from registers", V_APART),
     (Call(((140, 300),), (2, 1), (32, 32), CAUSAL), "scores ahead", {"NARROW": True}),
-    (Call(((150, 130),), (2, 2), (24, 24), FULL), "joined", {"NARROW": True}),
-    (Call(((64, 800),), (1, 1), (64, 64), TOP_LEFT), "joined", {}),  # most tiles, and first ones, no query sees
+    (Call(((150, 130),), (2, 2), (24, 24), FULL), "concatenated", {"NARROW": True}),
+    (Call(((64, 800),), (1, 1), (64, 64), TOP_LEFT), "concatenated", {}),  # most tiles, and first ones, no query sees
     (Call(((64, 500),), (1, 1), (128, 128), TOP_LEFT), "apart, by TMA", {}),
-    (Call(PACKING, (2, 1), (128, 128), CAUSAL, packed=True), "joined", {}),
+    (Call(PACKING, (2, 1), (128, 128), CAUSAL, packed=True), "concatenated", {}),
     (Call(PACKING, (2, 2), (128, 128), FULL, packed=True), "apart, by TMA", {}),
     (Call(PACKING, (2, 1), (128, 128), CAUSAL, packed=True), "a block behind", {}),
-    (Call(PACKING, (1, 1), (64, 64), band(40, 0), packed=True), "joined", {}),
+    (Call(PACKING, (1, 1), (64, 64), band(40, 0), packed=True), "concatenated", {}),
     (Call(PACKING, (2, 1), (64, 64), FULL, packed=True), "scores ahead", {}),
     (Call(PACKING, (2, 2), (96, 96), CAUSAL, packed=True), "from registers", IN_PARTS),
     (Call(PACKING, (1, 1), (96, 64), CAUSAL, packed=True), "from registers", V_APART),
@@ -64,7 +64,7 @@ def test_gradients(gpu: PythonGpu, call: Call, form: str, more: dict[str, Any]) 
 def test_groups_in_parts(gpu: PythonGpu, heads: tuple[int, int], parts: int) -> None:
     """Copies of K and V come before, sums of dK and dV after: neither starts early."""
     call = Call(((130, 150),), heads, (64, 64), CAUSAL)
-    check_backward(gpu, call, {**BEHIND, **BACKWARDS["joined"], **EARLY}, parts=parts)
+    check_backward(gpu, call, {**BEHIND, **BACKWARDS["concatenated"], **EARLY}, parts=parts)
 
 
 def test_which_launches_start_early(gpu: PythonGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_which_launches_start_early(gpu: PythonGpu, monkeypatch: pytest.MonkeyPa
         launched(*given)
 
     monkeypatch.setattr(cuda.Launch, "__init__", kept)
-    check_backward(gpu, Call(((60, 60),), (4, 2), (64, 64), CAUSAL), {**BACKWARDS["joined"], **EARLY}, parts=2)
+    check_backward(gpu, Call(((60, 60),), (4, 2), (64, 64), CAUSAL), {**BACKWARDS["concatenated"], **EARLY}, parts=2)
     assert made == [
         ("bwd_spread", False), ("sm90/bwd_prepare", False), ("sm90/bwd_fused", True), ("sm90/bwd_finish", True),
         ("bwd_gather", False),
@@ -86,7 +86,7 @@ def test_which_launches_start_early(gpu: PythonGpu, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "what"), [("await_kernel_before", "reads workspace"), ("_do_once", "reads workspace")]
 )
-@pytest.mark.parametrize("form", ["joined", "from registers", "apart, by TMA"])
+@pytest.mark.parametrize("form", ["concatenated", "from registers", "apart, by TMA"])
 def test_a_kernel_that_does_not_wait_is_found(
     gpu: PythonGpu, monkeypatch: pytest.MonkeyPatch, name: str, what: str, form: str
 ) -> None:
@@ -107,7 +107,7 @@ def test_an_overlapped_kernel_that_does_not_wait_is_found(
     monkeypatch.setattr(kernels_in_python, "_MODULES", {})
     monkeypatch.setattr(kernels_in_python, "PATIENCE", 2)
     with pytest.raises(Fault, match=r"which a kernel touches|may end before the one before it"):
-        check_backward(gpu, Call(((100, 200),), (1, 1), (128, 128), FULL), BACKWARDS["prepared beside"])
+        check_backward(gpu, Call(((100, 200),), (1, 1), (128, 128), FULL), BACKWARDS["prepared overlapped"])
 
 
 @pytest.mark.parametrize(("call", "settings"), SPLIT, ids=str)
@@ -152,7 +152,9 @@ def test_a_packed_kernel_that_does_not_wait_is_found(
     monkeypatch.setattr(kernels_in_python, "_MODULES", {})
     monkeypatch.setattr(kernels_in_python, "PATIENCE", 2)
     with pytest.raises(Fault, match="reads workspace"):
-        check_backward(gpu, Call(PACKING, (1, 1), (128, 128), FULL, packed=True), {**BACKWARDS["joined"], **EARLY})
+        check_backward(
+            gpu, Call(PACKING, (1, 1), (128, 128), FULL, packed=True), {**BACKWARDS["concatenated"], **EARLY}
+        )
 
 
 @pytest.mark.parametrize("extent", ["whole", "ragged"])

@@ -60,7 +60,7 @@ def test_all_kernels_between_see_the_parts_as_key_heads(launched, parts, beside)
     config = fused(BESIDE=beside, FINISH_BESIDE=beside, REDUCE="vector")
     tensors, made = kernels(config, parts)
     names = [one.variant.name for one, _ in launched]
-    prologue = "sm90/bwd_beside" if beside else "sm90/bwd_prepare"
+    prologue = "sm90/bwd_prepare_overlapped" if beside else "sm90/bwd_prepare"
     between = [prologue, "sm90/bwd_fused", "sm90/bwd_finish"]
     assert names == ["portable/bwd_spread", *between, "portable/bwd_gather"]
     for one, _ in launched[1:-1]:

@@ -26,14 +26,14 @@ LONG_LAST = (*((1 + 7 * n % 40, 1 + 5 * n % 40) for n in range(9)), (300, 310))
 #: More sequences than are read at once.
 MANY = tuple((1 + n % 3, 1 + n % 2) for n in range(140))
 CALLS = [
-    (Call(LONG_LAST, (2, 1), (64, 64), CAUSAL, packed=True), "joined", {}),
+    (Call(LONG_LAST, (2, 1), (64, 64), CAUSAL, packed=True), "concatenated", {}),
     (Call(LONG_LAST, (2, 2), (64, 64), FULL, packed=True), "scores ahead", {"HEADS_PER_WAVE": 1}),
     (Call(PACKING, (2, 1), (128, 128), CAUSAL, packed=True), "a block behind", {}),
     (Call(PACKING, (4, 2), (128, 128), FULL, packed=True), "apart, by TMA", {}),
     (Call(PACKING, (2, 1), (64, 64), band(40, 10), packed=True), "from registers", {"BLOCK_M": 128}),
     (Call(PACKING, (1, 1), (96, 96), CAUSAL, packed=True), "from registers", {"IN_PARTS": True, "ORDER": "together"}),
-    (Call(MANY, (1, 1), (64, 64), CAUSAL, packed=True), "joined", {}),
-    (Call(((300, 300),), (1, 1), (64, 64), CAUSAL, packed=True), "joined", {}),
+    (Call(MANY, (1, 1), (64, 64), CAUSAL, packed=True), "concatenated", {}),
+    (Call(((300, 300),), (1, 1), (64, 64), CAUSAL, packed=True), "concatenated", {}),
 ]
 
 
@@ -51,7 +51,7 @@ def test_gradients(gpu: PythonGpu, call: Call, form: str, more: dict[str, Any], 
 @pytest.mark.parametrize(("heads", "parts"), [((4, 2), 2), ((6, 2), 3)], ids=str)
 def test_groups_in_parts(gpu: PythonGpu, heads: tuple[int, int], parts: int) -> None:
     call = Call(LONG_LAST, heads, (64, 64), CAUSAL, packed=True)
-    check_backward(gpu, call, {**BACKWARDS["joined"], **EARLY, **LONGER}, parts=parts)
+    check_backward(gpu, call, {**BACKWARDS["concatenated"], **EARLY, **LONGER}, parts=parts)
 
 
 #: Rows of q and k. Of the fifth a causal mask hides most queries.
@@ -76,14 +76,14 @@ def test_which_tile_comes_next(
     monkeypatch.setattr(gpu, "seen", seen)
     monkeypatch.setattr(launch, "sm_count", lambda _: 1)
     call = Call(UNLIKE, (heads, heads), (64, 64), mask, packed=True)
-    check_backward(gpu, call, {**BACKWARDS["joined"], "HEADS_PER_WAVE": 4, "LONGER_FIRST": longer})
+    check_backward(gpu, call, {**BACKWARDS["concatenated"], "HEADS_PER_WAVE": 4, "LONGER_FIRST": longer})
     starts = [0, *itertools.accumulate(keys for _, keys in UNLIKE)]
     tiles = [starts[one] + first for one in (sequences if longer else sorted(sequences))
              for first in range(0, UNLIKE[one][1], 128)]  # fmt: skip
     assert taken == [64 * (head * call.rows[1] + row) for row in tiles for head in range(heads)]
 
 
-@pytest.mark.parametrize("form", ["joined", "apart, by TMA"])
+@pytest.mark.parametrize("form", ["concatenated", "apart, by TMA"])
 def test_a_first_tile_that_does_not_wait_is_found(gpu: PythonGpu, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """The warp that takes tiles, which alone reads their order: the others get it from that one."""
     late: set[int] = set()

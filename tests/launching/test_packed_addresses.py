@@ -75,8 +75,8 @@ class World(PythonGpu):
 
 
 def tensor_of(rows: int, heads: int, dim: int, order: str = "rows") -> torch.Tensor:
-    """(1, heads, rows, dim) without memory: "rows": [rows, heads, dim]; "joined": a third of such rows; "heads": a head after
-    the other; "expanded": one head for all."""
+    """(1, heads, rows, dim) without memory: "rows": [rows, heads, dim]; "concatenated": a third of such rows; "heads": a head
+    after the other; "expanded": one head for all."""
     if order == "heads":
         return torch.empty(1, heads, rows, dim, dtype=torch.bfloat16, device="meta")
     if order == "expanded":
@@ -85,7 +85,7 @@ def tensor_of(rows: int, heads: int, dim: int, order: str = "rows") -> torch.Ten
             .expand(rows, heads, dim)
             .transpose(0, 1)[None]
         )
-    wide = 3 if order == "joined" else 1
+    wide = 3 if order == "concatenated" else 1
     made = torch.empty(rows, wide * heads, dim, dtype=torch.bfloat16, device="meta")
     return made[:, :heads].transpose(0, 1)[None]
 
@@ -210,15 +210,16 @@ FORWARDS = {
     "three groups": (64, {}), "256": (256, {}), "96": (96, {}),
 }  # fmt: skip
 TOGETHER = {"ORDER": "together"}
-JOINED = {**TOGETHER, "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
+CONCATENATED = {**TOGETHER, "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
 BESIDE = {"BESIDE": True, "FINISH_BESIDE": True}
 BACKWARDS: dict[str, dict[str, Any]] = {
     "a block behind": {}, "apart, by TMA": {**TOGETHER, "REDUCE": "tma"}, "from registers": {"REDUCE": "vector"},
     "scores ahead": {"ORDER": "ahead", "REDUCE": "vector", "EXPONENTIALS_FIRST": False},
-    "joined": {**JOINED, "REDUCE": "vector"}, "prepared beside": {"BESIDE": True},
-    "and finished": {**TOGETHER, **BESIDE, "REDUCE": "tma"}, "joined, and finished": {**JOINED, **BESIDE, "REDUCE": "tma"},
-    "longer first": {"LONGER_FIRST": True}, "joined, longer first, each started early": {
-        **JOINED, "REDUCE": "vector", "LONGER_FIRST": True, "EARLY_START": True},
+    "concatenated": {**CONCATENATED, "REDUCE": "vector"}, "prepared overlapped": {"BESIDE": True},
+    "and finished": {**TOGETHER, **BESIDE, "REDUCE": "tma"},
+    "concatenated, and finished": {**CONCATENATED, **BESIDE, "REDUCE": "tma"},
+    "longer first": {"LONGER_FIRST": True}, "concatenated, longer first, each started early": {
+        **CONCATENATED, "REDUCE": "vector", "LONGER_FIRST": True, "EARLY_START": True},
 }  # fmt: skip
 #: Head dims, and what of the configs of either kernel differs from the defaults.
 SPLITS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
@@ -244,7 +245,7 @@ GROUPED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("order", ["rows", "joined", "heads", "expanded"])
+@pytest.mark.parametrize("order", ["rows", "concatenated", "heads", "expanded"])
 @pytest.mark.parametrize(("form", "packing"), list(zip(GROUPED, itertools.cycle(PACKINGS))), ids=str)
 def test_tiles_of_several_heads(worlds: Any, form: Any, packing: str, order: str) -> None:
     heads, (rows, keys), members = form
@@ -260,7 +261,9 @@ def test_any_tiles_of_several_heads(worlds: Any, seed: int) -> None:
     world, (heads, (rows, keys), members) = worlds(*drawn(draw)), draw.choice(GROUPED)
     dims = draw.choice(((64, 64), (192, 128), (72, 40), (160, 160)))
     settings = {"BLOCK_M": rows, "BLOCK_N": keys, "MEMBERS": members}
-    forward(world, draw.choice(MASKS), settings, heads, dims, draw.choice(("rows", "joined", "heads", "expanded")))
+    forward(
+        world, draw.choice(MASKS), settings, heads, dims, draw.choice(("rows", "concatenated", "heads", "expanded"))
+    )
 
 
 @pytest.mark.parametrize(("form", "packing"), list(zip(BACKWARDS, itertools.cycle(PACKINGS))))
@@ -280,8 +283,8 @@ def test_forms_of_the_backward_in_parts(worlds: Any, form: str, packing: str, di
 @pytest.mark.parametrize(
     ("packing", "heads", "dim", "parts", "form"),
     [("one", (4, 2), 64, 2, "a block behind"), ("mixed", (2, 1), 64, 2, "a block behind"),
-     ("unequal", (8, 2), 128, 4, "and finished"), ("many", (4, 2), 128, 2, "joined, and finished"),
-     ("mixed", (6, 2), 128, 3, "prepared beside"), ("none", (4, 2), 64, 2, "from registers")],
+     ("unequal", (8, 2), 128, 4, "and finished"), ("many", (4, 2), 128, 2, "concatenated, and finished"),
+     ("mixed", (6, 2), 128, 3, "prepared overlapped"), ("none", (4, 2), 64, 2, "from registers")],
 )  # fmt: skip
 @pytest.mark.parametrize("band", [1, 32])
 def test_parts_of_a_group(worlds: Any, packing: str, heads: Any, dim: int, parts: int, form: str, band: int) -> None:
@@ -323,7 +326,7 @@ def test_anything(worlds: Any, seed: int) -> None:
     draw = random.Random(seed)
     world = worlds(*drawn(draw))
     mask, heads = draw.choice(MASKS), draw.choice(((1, 1), (4, 1), (6, 2), (5, 5), (8, 2)))
-    order = draw.choice(("rows", "joined", "heads", "expanded"))
+    order = draw.choice(("rows", "concatenated", "heads", "expanded"))
     if seed % 2:
         settings = {**draw.choice(list(BACKWARDS.values())), "HEADS_PER_WAVE": draw.choice((1, 4, 32))}
         dim = draw.choice((40, 64, 96, 128))
@@ -340,7 +343,7 @@ def test_anything_by_mma_sync(worlds: Any, seed: int) -> None:
     world = worlds(*drawn(draw), arch=80)
     mask, heads = draw.choice(MASKS), draw.choice(((1, 1), (4, 1), (6, 2), (5, 5)))
     dims = draw.choice(((64, 64), (128, 128), (192, 128), (72, 40)))
-    order = draw.choice(("rows", "joined", "heads", "expanded"))
+    order = draw.choice(("rows", "concatenated", "heads", "expanded"))
     settings = {"HEADS_PER_WAVE": draw.choice((1, 4, 16)), "SCHEDULE": draw.choice(("fa2", "double"))}
     if seed % 2:
         backward(world, mask, settings, heads, dims, order)
@@ -365,7 +368,7 @@ def test_first_sequences_that_begin_late(
 
 
 @pytest.mark.parametrize("starts", [[-5, 100, 40000, 300], [300, 20, 290, 0], [0, 2**31 - 1, 5, 130]], ids=str)
-@pytest.mark.parametrize("form", ["longer first", "joined, longer first, each started early"])
+@pytest.mark.parametrize("form", ["longer first", "concatenated, longer first, each started early"])
 def test_tiles_of_an_order_by_wrong_offsets(worlds: Any, starts: list[int], form: str) -> None:
     """There are more tiles than places, or places that nothing was written to."""
     for sides in ([starts, starts], [[0, 100, 200, 290], starts], [starts, [0, 100, 200, 290]]):
@@ -378,7 +381,7 @@ def test_anything_split(worlds: Any, seed: int) -> None:
     world = worlds(*drawn(draw))
     mask, heads = draw.choice(MASKS), draw.choice(((1, 1), (4, 1), (6, 2), (5, 5), (8, 2)))
     dims, settings = draw.choice([*SPLITS.values(), ((72, 40), {}), ((40, 40), {})])
-    order = draw.choice(("rows", "joined", "heads", "expanded"))
+    order = draw.choice(("rows", "concatenated", "heads", "expanded"))
     backward(world, mask, {**settings, "HEADS_PER_WAVE": draw.choice((1, 4, 64))}, heads, dims, order, kernels=SPLIT)
 
 
@@ -398,7 +401,7 @@ def test_a_wrong_map_of_several_heads_is_found(worlds: Any, monkeypatch: pytest.
     monkeypatch.setattr(launch, "_by_member", by_member)
     settings = {"BLOCK_M": 128, "BLOCK_N": 64, "MEMBERS": 4}
     with pytest.raises((Fault, AssertionError), match=r"two sequences|touches|all\(\)"):
-        forward(world, CAUSAL, settings, (3, 1), (64, 64), "joined")
+        forward(world, CAUSAL, settings, (3, 1), (64, 64), "concatenated")
 
 
 @pytest.mark.parametrize("kernels", [("fwd",), SPLIT], ids=str)

@@ -30,7 +30,7 @@ from fa2tune.spec.problem import Config, Problem
 
 FUSED = ("sm90/bwd_prepare", "sm90/bwd_fused", "sm90/bwd_finish")
 #: Prepared, and perhaps finished, beside the tiles.
-BESIDE = ("sm90/bwd_beside", *FUSED[1:])
+BESIDE = ("sm90/bwd_prepare_overlapped", *FUSED[1:])
 SPLIT = ("sm90/bwd_dq", "sm90/bwd_dkdv")
 #: With delta made before by dQ's kernel.
 AT_A_TIME = ("sm90/bwd_dq", *SPLIT)

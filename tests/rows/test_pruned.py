@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -19,28 +20,42 @@ from fa2tune.tuning.search.status import _WORDS
 #: Where candidates are refused by name, beside the constraints of search spaces.
 REFUSE = [Path(__file__).parents[2] / "fa2tune" / "compiling" / name for name in ("limits.py", "support.py")]
 #: Words of the code, which say nothing to a reader of a table.
+CONSTRAINTS = [rule for space in pruned.spaces().values() for rule in space.constraints]
 PRIVATE = {*EVERYWHERE, *IN_PROSE, "whose", "select"}
 
 
 def names() -> set[str]:
-    """Every name under which this version counts candidates."""
-    found = {rule.name for variant in variants().values() for rule in variant.space.constraints}
-    found |= {name for file in REFUSE for name in re.findall(r'Refusal\(\s*"(\w+)"', file.read_text())}
+    """Every name under which this version counts candidates, constraints aside."""
+    found = {name for file in REFUSE for name in re.findall(r'Refusal\(\s*"(\w+)"', file.read_text())}
     return found | FAULTS | BLAMELESS | {word for word, _ in _WORDS} | {PRUNED, OTHER_FORM, "wrong_result"}
 
 
 def test_every_name_has_a_text_and_every_text_a_name() -> None:
-    assert len(names()) > 40
+    assert len(names()) > 20
     assert set(pruned.WORDS) == names()
+
+
+def test_constraints_bring_their_text_the_same_wherever_the_name_is() -> None:
+    assert len(CONSTRAINTS) > 40
+    shorts = defaultdict[str, set[str]](set)
+    for rule in CONSTRAINTS:
+        shorts[rule.name].add(rule.short)
+    assert shorts == {name: {pruned.words(name)} for name in shorts}
+    assert not shorts.keys() & pruned.WORDS.keys(), "one would hide the other"
+
+
+def test_the_constraints_of_every_kernel_are_read() -> None:
+    used = {rule for variant in variants().values() for rule in variant.space.constraints}
+    assert {rule.name for rule in used - {*CONSTRAINTS}} == set()
 
 
 def test_rows_that_are_shipped_hold_no_name_without_a_text() -> None:
     held = {name for path in reader.shipped_paths() for row in reader.read(path) for name in row.pruned}
     assert len(held) > 20
-    assert held <= set(pruned.WORDS)
+    assert held <= {*pruned.WORDS, *(rule.name for rule in CONSTRAINTS)}
 
 
-@pytest.mark.parametrize("text", pruned.WORDS.values())
+@pytest.mark.parametrize("text", sorted({*pruned.WORDS.values(), *(rule.short for rule in CONSTRAINTS)}))
 def test_a_text_is_short_and_plain(text: str) -> None:
     assert len(text) <= 64 and not {*":;"} & {*text}, "they stand between texts and counts"
     assert not found_in(text, PRIVATE)

@@ -40,8 +40,8 @@ GROUP_COSTS, MOST_HEADS = 0.02, 16
 #: Of a query row, by columns: of one multiprocessor that prepares it beside others, where rows of o and do are whole lines of
 #: LINE bytes, and finishes its dQ beside others. A row that is no whole number of lines lies in one more on average. Of 32
 #: columns by bytes, not timed.
-BESIDE_US = {32: 0.00435, 64: 0.0087, 128: 0.0160}
-FINISH_BESIDE_US = {32: 0.0036, 64: 0.0072, 128: 0.0171}
+OVERLAPPED_US = {32: 0.00435, 64: 0.0087, 128: 0.0160}
+FINISH_OVERLAPPED_US = {32: 0.0036, 64: 0.0072, 128: 0.0171}
 LINE, SUM_BYTES = 128, 4
 #: Bytes a microsecond of the whole GPU where nothing else runs, which prepares rows and finishes them; and gigabytes a second
 #: of the memory that these are of: of another they are slower in proportion, where rows do not stay in the L2.
@@ -50,7 +50,7 @@ PREPARE_RATE, FINISH_RATE, RATED_GBS = 3.6e6, 4.4e6, 4800
 #: row is fetched in pieces of so many bytes. What programs take otherwise overlaps with it: times add up as such powers.
 FETCH_RATE, PIECE, TOGETHER = 0.6, 64, 4
 #: Of a call, of BESIDE, of each launch, and at least of what runs before and after the tiles.
-CALL_US, BESIDE_CALL_US, LAUNCH_US, END_US = 0.98, 1.15, 1.9, 0.96
+CALL_US, OVERLAPPED_CALL_US, LAUNCH_US, END_US = 0.98, 1.15, 1.9, 0.96
 #: Share of the memory's bandwidth that copies of K and V for parts of groups reach, and sums of dK and dV; and what the sum of
 #: so many parts, which are loaded at once, waits for memory.
 SPREAD_RATE, GATHER_RATE, GATHERED, GATHER_WAITS_US = 0.73, 0.43, 7, 0.6
@@ -168,8 +168,8 @@ class FusedForm(NamedTuple):
     """Of a config, what the times depend on."""
 
     rows: int
-    beside: bool
-    finish_beside: bool
+    overlapped: bool
+    finish_overlapped: bool
     persistent: bool
     in_parts: bool
     v_apart: bool
@@ -196,8 +196,8 @@ class RowCosts(NamedTuple):
     loaded: int  #: of the tensors that the main kernel reads of it, in whole pieces
     prepare_us: float  #: of the whole GPU where nothing else runs
     finish_us: float
-    prepare_beside_us: float  #: of one multiprocessor beside others
-    finish_beside_us: float
+    prepare_overlapped_us: float  #: of one multiprocessor beside others
+    finish_overlapped_us: float
 
 
 def _pieces(size: int) -> int:
@@ -215,8 +215,8 @@ def _row_costs(spec: Specialization, in_parts: bool, v_apart: bool, narrow: bool
     loaded = _pieces(item * spec.head_dim) + _pieces(o)
     return RowCosts(
         columns, prepared, finished, loaded, prepared / PREPARE_RATE, finished / FINISH_RATE,
-        BESIDE_US[columns] * (zeros / LINE + 2 * lines) / (2 * zeros / LINE),
-        FINISH_BESIDE_US[columns] * finished / (1.5 * zeros),
+        OVERLAPPED_US[columns] * (zeros / LINE + 2 * lines) / (2 * zeros / LINE),
+        FINISH_OVERLAPPED_US[columns] * finished / (1.5 * zeros),
     )  # fmt: skip
 
 
@@ -239,7 +239,7 @@ def _tile_us(problem: Problem, group: int, form: FusedForm) -> tuple[float, ...]
     if form.in_parts:
         saved = 1 - bwd_fused.computed(spec, form.v_apart) / columns
         block *= 1 - (APART_SAVE if form.v_apart else PARTS_SAVE) * saved
-    awaited = group * AWAIT_US if form.beside else 0.0
+    awaited = group * AWAIT_US if form.overlapped else 0.0
     ends = awaited + TILE_US[columns, form.rows] + (0.0 if form.persistent else ENDS_US)
     return tuple([group * count * block + ends for count in _blocks_of(problem, form.rows, form.longer_first)])
 
@@ -293,7 +293,7 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
     if rows * row.finished > gpu.l2_bytes:
         others = max(others, RATED_GBS / gpu.hbm_gbs)
     before, after = row.prepare_us * others, row.finish_us * others
-    if not form.beside:
+    if not form.overlapped:
         prepared = max(END_US, chunks * bwd_fused.CHUNK * before)
         ended = _over(costs, heads, band, Programs(min(tiles, sm_count), 0, 0.0, 0.0), exact)
         ended = _with_memory(ended, fetched, gpu) if fetched else ended
@@ -301,15 +301,16 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
         if form.longer_first:
             saved -= ORDER_US + problem.extent.sequences // 128 * ORDER_STEP_US
         return fixed + LAUNCH_US + prepared + ended + rows * after - saved
-    # every program prepares a share of what the main kernel begins with, and some go on with the rest (sm90/bwd_beside.py)
-    if form.finish_beside:
+    # every program prepares a share of what the main kernel begins with, and some go on with the rest
+    # (sm90/bwd_prepare_overlapped.py)
+    if form.finish_overlapped:
         ours = group_parts.split(problem, parts)
         share, whole = bwd_fused.share_of_helpers(ours)
         count = min(tiles, sm_count - bwd_fused.helpers(ours, {"FINISH_BESIDE": True}, sm_count))
     else:
         share, whole, count = bwd_fused.ROWS_WORTH, max(1, round(problem.keys_seen)), min(tiles, sm_count)
     workers = min(-(-sm_count * share // whole), sm_count)
-    each = bwd_fused.CHUNK * row.prepare_beside_us
+    each = bwd_fused.CHUNK * row.prepare_overlapped_us
     bands = -(-sm_count // (len(costs) * form.heads_per_wave))
     first = min(bands * form.heads_per_wave * group * chunks_of_head, chunks)
     begun = END_US + -(-first // sm_count) * each
@@ -318,15 +319,15 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
     ended = _over(costs, heads, band, Programs(early, count - early, begun, late), exact)
     if chunks > first:
         ended = max(ended, late + max(costs))
-    most = rows * max(0.0, 1 - count / tiles) if form.finish_beside else 0.0  # rows that are finished beside
+    most = rows * max(0.0, 1 - count / tiles) if form.finish_overlapped else 0.0  # rows that are finished beside
     if fetched:
         there = SUM_BYTES * row.columns  # zeros, which the first tile that adds to them finds in the L2
         ended = _with_memory(ended, fetched + rows * (row.prepared - there) + most * row.finished, gpu)
     left = float(rows)
-    if form.finish_beside:
-        finished = (sm_count - count) * max(0.0, ended - late) / row.finish_beside_us
+    if form.finish_overlapped:
+        finished = (sm_count - count) * max(0.0, ended - late) / row.finish_overlapped_us
         left -= min(finished, most)
-    return fixed + BESIDE_CALL_US + ended + left * after
+    return fixed + OVERLAPPED_CALL_US + ended + left * after
 
 
 def predicted_us(problem: Problem, config: Config, gpu: Gpu, parts: int = 1, exact: bool = True) -> float:

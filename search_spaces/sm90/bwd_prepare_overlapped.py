@@ -1,4 +1,4 @@
-"""kernels/sm90/bwd_beside.py keeps a few multiprocessors busy with memory: a single point, not searched."""
+"""kernels/sm90/bwd_prepare_overlapped.py keeps a few multiprocessors busy with memory: a single point, not searched."""
 
 from fa2tune.spec.variant import SearchSpace
 
@@ -11,7 +11,7 @@ BATCH = 4  #: chunks that are signalled behind one fence
 STAGES = {32: 8, 64: 5, 128: 3, 256: 1}
 
 SPACE = SearchSpace(
-    name="bwd_beside_hopper",
+    name="bwd_prepare_overlapped_hopper",
     dimensions={"num_warps": (WARPS,), "num_stages": (1,), "maxnreg": (0,)},
     constraints=(),
     default=lambda spec, arch: {"num_warps": WARPS, "num_stages": 1, "maxnreg": 0},

@@ -15,33 +15,33 @@ from fa2tune.kernels.lib.hopper import PACKED_ROWS, fence_async_shared, load_blo
 from fa2tune.kernels.lib.hopper_fused import BLOCK_N, CHUNK, do_once
 from fa2tune.kernels.lib.warps import WARP
 from fa2tune.search_spaces.lib.hopper import block_dims
-from fa2tune.search_spaces.sm90 import bwd_beside as bwd_beside_hopper
 from fa2tune.search_spaces.sm90 import bwd_fused as bwd_fused_hopper
+from fa2tune.search_spaces.sm90 import bwd_prepare_overlapped as overlapped_space
 from fa2tune.spec.variant import Variant
 
-WARPS = gl.constexpr(bwd_beside_hopper.WARPS)
+WARPS = gl.constexpr(overlapped_space.WARPS)
 #: Of the warps that load and store zeros.
 WARP_REGISTERS = gl.constexpr(40)
 TERMS = gl.constexpr(bwd_fused_hopper.TERMS)
 #: Rows of zeros that one TMA stores; it takes PARTS of them for a chunk of rows.
-ZERO_ROWS = gl.constexpr(bwd_beside_hopper.ZERO_ROWS)
-PARTS = gl.constexpr(bwd_fused_hopper.CHUNK // bwd_beside_hopper.ZERO_ROWS)
+ZERO_ROWS = gl.constexpr(overlapped_space.ZERO_ROWS)
+PARTS = gl.constexpr(bwd_fused_hopper.CHUNK // overlapped_space.ZERO_ROWS)
 #: Chunks that one fence is for: no more than lanes, each of which sets a flag.
-BATCH = gl.constexpr(bwd_beside_hopper.BATCH)
+BATCH = gl.constexpr(overlapped_space.BATCH)
 #: Chunks whose terms may be written before their flags: no fewer than a batch, or the warp that writes them and the one that
 #: sets flags would wait for each other.
-SLOTS = gl.constexpr(bwd_beside_hopper.SLOTS)
+SLOTS = gl.constexpr(overlapped_space.SLOTS)
 
 _CLEARED = gl.constexpr("fence.acq_rel.gpu; mov.b32 $0, 0;")
 _START_MAIN = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 #: but for the last batch
 _STORED_BEFORE = gl.constexpr(
-    f"cp.async.bulk.wait_group {bwd_beside_hopper.BATCH * (bwd_fused_hopper.CHUNK // bwd_beside_hopper.ZERO_ROWS)};"
+    f"cp.async.bulk.wait_group {overlapped_space.BATCH * (bwd_fused_hopper.CHUNK // overlapped_space.ZERO_ROWS)};"
     " mov.b32 $0, 0;"
 )
 _STORED = gl.constexpr("cp.async.bulk.wait_group 0; mov.b32 $0, 0;")
 #: Behind a fence: what these threads have seen stored, by any thread, is visible to each that sees the flag.
-_TELL = gl.constexpr(
+_SIGNAL = gl.constexpr(
     "{.reg .pred p; setp.ne.s32 p, $2, 0; @p fence.acq_rel.gpu; @p st.relaxed.gpu.global.b32 [$1], 1; mov.b32 $0, 0;}"
 )
 
@@ -187,7 +187,7 @@ def _zero(sums, flags, smem, barriers, duty, call, form):
         # the lane that stored the zeros has waited for them, and each mbarrier's wait brings the warp together
         flag = flags + _chunk(before + lane, duty)
         mine = gl.where(lane < pending, 1, 0)
-        gl.inline_asm_elementwise(_TELL, "=r,l,r", [flag.to(gl.int64), mine], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(_SIGNAL, "=r,l,r", [flag.to(gl.int64), mine], dtype=gl.int32, is_pure=False, pack=1)
         for i in range(before, before + pending):
             mbarrier.arrive(barriers.flagged.index(i % SLOTS), count=1)
         before = begin
@@ -263,7 +263,7 @@ def _terms(source, terms, smem, barriers, duty, call, form):
 
 
 @gluon.jit
-def bwd_beside_hopper_kernel(
+def bwd_prepare_overlapped_hopper_kernel(
     o, do, lse, dlse, terms, sums, stride_dlseb, stride_dlseh, stride_dlsem, batch, heads_q, group, seqlen_q, seqlen_k,
     rows_padded, has_dlse, counter, counts, flags, rows_worth, keys_seen, heads_at_once, qk_scale, window_left, window_right,
     cu_seqlens_q, cu_seqlens_k, BLOCK_DV: gl.constexpr, SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
@@ -353,15 +353,15 @@ def bwd_beside_hopper_kernel(
 
 
 VARIANT = Variant(
-    kernel=bwd_beside_hopper_kernel,
-    space=bwd_beside_hopper.SPACE,
+    kernel=bwd_prepare_overlapped_hopper_kernel,
+    space=overlapped_space.SPACE,
     tensors={"o": "", "do": "", "lse": "fp32", "dlse": "fp32", "terms": "bf16", "sums": "fp32", "counter": "i32",
              "flags": "i32", "cu_seqlens_q": "i32", "cu_seqlens_k": "i32"},
     descriptors={"o": (bwd_fused_hopper.CHUNK, "BLOCK_DV"), "do": (bwd_fused_hopper.CHUNK, "BLOCK_DV"),
-                 "sums": (bwd_beside_hopper.ZERO_ROWS, "SUM_COLUMNS")},
+                 "sums": (overlapped_space.ZERO_ROWS, "SUM_COLUMNS")},
     grid=lambda problem, config, sm_count, _early: sm_count,
     constants=lambda spec, config: {
         "BLOCK_DV": min(block_dims(spec)[1], config["SUM_COLUMNS"]),
-        "STAGES": bwd_beside_hopper.STAGES[config["SUM_COLUMNS"]]},
+        "STAGES": overlapped_space.STAGES[config["SUM_COLUMNS"]]},
     min_arch=90, max_arch=90,
 )  # fmt: skip
