@@ -61,6 +61,11 @@ class Mask:
         return "a window" if self.name == BAND else f"the mask {self.name}"
 
     @property
+    def hooks(self) -> maskfile.MaskHooks:
+        """What its file says."""
+        return maskfile.mask_named(self.name)
+
+    @property
     def measured(self) -> bool:
         """Whether rows are measured with this mask."""
         return self.name in ROW_MASKS

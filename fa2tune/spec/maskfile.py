@@ -57,12 +57,21 @@ class MaskHooks:
     #: (lengths, values) -> what kernels get as window_left and window_right: 32-bit integers
     arguments: Callable[[Lengths, MaskValues], MaskValues] = _as_given
     text: Callable[[str, MaskValues], str] = _named  #: (name, values) -> for people
+    even: bool = False  #: whether queries see about as many keys each, so that tiles take about the same time
+    #: whether the last key that a query sees is at most one behind the last one of the query before. Where it is not stated,
+    #: no kernel begins with a tile before the one in front is done
+    diagonal: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.row_mask, str):
             self.row_mask_of(())
         if len(self.values) > MOST_VALUES:
             raise ValueError(f"values: got {len(self.values)} of mask {self.name}, kernels take up to {MOST_VALUES}")
+
+    @property
+    def masked(self) -> bool:
+        """Whether any query may see less than all keys."""
+        return self.left or self.right
 
     @property
     def bounded(self) -> dict[str, bool]:

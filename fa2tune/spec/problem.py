@@ -14,6 +14,7 @@ from typing import Any
 from fa2tune.spec import tuned
 from fa2tune.spec.extent import DENSE, RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import Mask
+from fa2tune.spec.maskfile import MaskHooks, mask_named
 from fa2tune.spec.score import NONE, Score
 
 #: A point of a search space: constexpr meta-parameters in capitals (``BLOCK_M``), compile options in small letters
@@ -81,6 +82,11 @@ class Specialization:
     @property
     def ragged(self) -> bool:
         return self.extent == RAGGED
+
+    @property
+    def mask_hooks(self) -> MaskHooks:
+        """What the mask's file says."""
+        return mask_named(self.mask)
 
     @property
     def scored(self) -> bool:

@@ -149,4 +149,5 @@ def text(name, values):
 MASK = MaskHooks(
     "band", left=True, right=True, row_mask=lambda values: "causal" if values[1] == 0 else "full", visible=visible,
     values={"left": (-1, LARGEST), "right": (-1, LARGEST)}, pairs=pairs, fitted=fitted, arguments=arguments, text=text,
+    even=True, diagonal=True,
 )  # fmt: skip

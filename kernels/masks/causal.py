@@ -104,4 +104,4 @@ def pairs(lengths, values):
     return pairs_below(seqlen_q, seqlen_k, seqlen_k - seqlen_q + 1)
 
 
-MASK = MaskHooks("causal", left=False, right=True, row_mask="causal", visible=visible, pairs=pairs)
+MASK = MaskHooks("causal", left=False, right=True, row_mask="causal", visible=visible, pairs=pairs, diagonal=True)

@@ -98,4 +98,6 @@ def pairs(lengths, values):
     return pairs_below(*lengths, 1)
 
 
-MASK = MaskHooks("causal_top_left", left=False, right=True, row_mask="causal", visible=visible, pairs=pairs)
+MASK = MaskHooks(
+    "causal_top_left", left=False, right=True, row_mask="causal", visible=visible, pairs=pairs, diagonal=True
+)

@@ -137,5 +137,5 @@ def fitted(lengths, values):
 
 MASK = MaskHooks(
     "chunked", left=True, right=True, row_mask="causal", visible=visible, values={"chunk": (1, LARGEST)}, pairs=pairs,
-    fitted=fitted,
+    fitted=fitted, diagonal=True,
 )  # fmt: skip

@@ -100,4 +100,4 @@ def pairs(lengths, values):
     return seqlen_q * seqlen_k
 
 
-MASK = MaskHooks("full", left=False, right=False, row_mask="full", visible=visible, pairs=pairs)
+MASK = MaskHooks("full", left=False, right=False, row_mask="full", visible=visible, pairs=pairs, even=True)

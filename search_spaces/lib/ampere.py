@@ -23,9 +23,11 @@ def block_dims(spec: Specialization) -> tuple[int, int]:
 
 
 def even_bands(problem: Problem, config: Config, heads: int, keys: int = 0) -> Config:
-    """A row's config for a causal call of so many heads: bands of as many heads as the row's or more, and of ``keys`` keys or
-    more, all nearly alike. Longest tiles come first in a band: those of a narrow last one would begin when others end."""
-    if problem.mask.name != "causal" or problem.extent.ragged:
+    """A row's config for a call of so many heads whose mask is bounded on the right alone: bands of as many heads as the
+    row's or more, and of ``keys`` keys or more, all nearly alike. Longest tiles come first in a band: those of a narrow last
+    one would begin when others end."""
+    hooks = problem.mask.hooks
+    if not hooks.right or hooks.left or problem.extent.ragged:
         return config
     least = max(config["HEADS_PER_WAVE"], keys // max(1, problem.seqlen_k))
     bands = max(1, heads // least)

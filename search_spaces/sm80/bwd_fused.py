@@ -24,7 +24,7 @@ BEST = {
     64: (32, 128, 4, "registers", False, 1, 4, 2), 128: (128, 128, 8, "one", False, 4, 4, 4),
     256: (64, 64, 8, "shared", False, 2, 4, 2),
 }  # fmt: skip
-#: Under a causal mask.
+#: Under a mask.
 BEST_CAUSAL = {**BEST, 128: (64, 128, 8, "shared", True, 2, 2, 2)}
 #: For 99 KiB of shared memory a block.
 BEST_SMALL = {64: BEST[64], 128: (64, 64, 4, "shared", True, 2, 2, 2), 256: (16, 64, 8, "shared", False, 1, 4, 1)}
@@ -76,7 +76,7 @@ def default(spec: Specialization, arch: int) -> Config:
         BEST_SMALL
         if shared_limit(arch) < 160 * 1024
         else BEST
-        if spec.mask == "full" and not spec.scored
+        if not spec.mask_hooks.masked and not spec.scored
         else BEST_CAUSAL
     )
     block_m, block_n, warps, through, early, score, key, query = best[max(64, d, dv)]

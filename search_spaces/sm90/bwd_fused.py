@@ -35,15 +35,15 @@ PARTS_LOOP = {"ORDER": "together", "REDUCE": "vector", "EXPONENTIALS_FIRST": Fal
 #: (benchmarks/calls/v_apart.json)
 APART_MOST = 0.8
 
-#: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, mask), from the sweeps in
+#: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, whether masked), from sweeps in
 #: docs/experiments.md
 BEST = {
-    (32, "full"): (128, "vector", "ahead", False, True, 4, 4),
-    (32, "causal"): (128, "vector", "ahead", False, True, 4, 4),
-    (64, "full"): (128, "vector", "behind", False, True, 1, 4),
-    (64, "causal"): (128, "vector", "behind", False, True, 4, 4),
-    (128, "full"): (64, "vector", "behind", False, True, 1, 4),
-    (128, "causal"): (64, "tma", "behind", True, True, 4, 4),
+    (32, False): (128, "vector", "ahead", False, True, 4, 4),
+    (32, True): (128, "vector", "ahead", False, True, 4, 4),
+    (64, False): (128, "vector", "behind", False, True, 1, 4),
+    (64, True): (128, "vector", "behind", False, True, 4, 4),
+    (128, False): (64, "vector", "behind", False, True, 1, 4),
+    (128, True): (64, "tma", "behind", True, True, 4, 4),
 }
 
 
@@ -141,7 +141,7 @@ def helpers(problem: Problem, config: Config, sm_count: int) -> int:
         return 0
     worth, whole = share_of_helpers(problem)
     wanted = min(-(-sm_count * worth // whole), sm_count - 1)
-    if problem.mask.name not in ("full", "band"):  # tiles of any length: there are no rounds
+    if not problem.mask.hooks.even:  # tiles of any length: there are no rounds
         return wanted
     tiles = -(-problem.seqlen_k // (GROUPS * KEYS)) * problem.batch * problem.heads_kv
 
@@ -161,13 +161,14 @@ def share_of_helpers(problem: Problem) -> tuple[int, int]:
 
 def keys_worked(problem: Problem) -> int:
     """Keys that the main kernel multiplies a query row with, on average: whole tiles, and none that its block does not see. A
-    mask cuts half a tile at either end of what a row sees, causal at one."""
+    mask cuts half a tile at each bounded end of what a row sees."""
     tile = GROUPS * KEYS
     most = -(-problem.extent.length(problem.seqlen_k) // tile) * tile
-    if problem.mask.name == "full":
+    hooks = problem.mask.hooks
+    if not hooks.masked:
         return most
     seen = round(problem.keys_seen)
-    return seen + tile // 2 if problem.mask.name == "causal" else min(seen + tile, most)
+    return seen + tile // 2 if hooks.left != hooks.right else min(seen + tile, most)
 
 
 def permuted_columns(spec: Specialization, config: Config) -> int:
@@ -194,9 +195,8 @@ def suited(problem: Problem, config: Config) -> Config:
 
 def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts."""
-    mask = "full" if spec.mask == "full" else "causal"
     wide = NARROW_COLUMNS if is_narrow(spec) else min(128, max(block_dims(spec)))
-    block_m, reduce, order, first, dynamic, heads, warps = BEST[wide, mask]
+    block_m, reduce, order, first, dynamic, heads, warps = BEST[wide, spec.mask_hooks.masked]
     best = {
         "BLOCK_M": block_m, "REDUCE": reduce, "ORDER": order, "EXPONENTIALS_FIRST": first, "STAGES": 2,
         "PERSISTENT": True, "PAIRS": False, "DYNAMIC": dynamic, "BESIDE": False, "FINISH_BESIDE": False,
@@ -361,7 +361,7 @@ SPACE = SearchSpace(
             "without a mask all tiles take the same time, so pairs gain nothing; a program of one tile takes no next one",
             lambda config, spec, arch: (
                 config["PAIRS"] + config["DYNAMIC"] <= (1 if config["PERSISTENT"] else 0)
-                and (spec.mask != "full" or not config["PAIRS"])
+                and (spec.mask_hooks.masked or not config["PAIRS"])
             ),
         ),
         Constraint(

@@ -92,7 +92,7 @@ def default(spec: Specialization, arch: int) -> Config:
     widest = max(64, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
     best = {
         **BEST[widest],
-        **(BEST_CAUSAL[widest] if spec.mask != "full" else {}),
+        **(BEST_CAUSAL[widest] if spec.mask_hooks.masked else {}),
         "RESCALE": "lazy",
         "Q_IN_REGISTERS": False,
         "HEADS_PER_WAVE": 0,
@@ -197,9 +197,11 @@ def suited(problem: Problem, config: Config) -> Config:
     """The config for this problem: no pass over all keys where few queries or a window read part of them; of packed sequences
     packed_schedule in fa2tune/calling says whether it pays. Rows were measured with as many queries as keys. Tiles of a window
     are of one length: heads one by one keep K and V in L2. Of packed sequences the GPU alone knows how many heads' K and V that
-    is."""
+    is. Where a tile's groups may differ by any number of blocks, the next tile waits (``passed_blocks_fit_ring``)."""
     if not problem.mask.measured:
-        return without_norms({**config, "HEADS_PER_WAVE": 0})
+        found = without_norms({**config, "HEADS_PER_WAVE": 0})
+        hooks = problem.mask.hooks
+        return {**found, "Q_STAGES": 1} if hooks.right and not hooks.diagonal else found
     if problem.extent.ragged:
         return {**config, "HEADS_PER_WAVE": 0}
     few = problem.seqlen_q * problem.heads_q < LEAST_QUERIES * problem.heads_kv
@@ -210,6 +212,11 @@ def suited(problem: Problem, config: Config) -> Config:
 def without_norms(config: Config) -> Config:
     """With maxima of scores, where a config has bounds of them, by the norms of all keys."""
     return {**config, "RESCALE": "lazy"} if config["RESCALE"] == "never" else config
+
+
+def _passes_fewer(spec: Specialization, config: Config) -> bool:
+    """Whether a group passes fewer blocks by than the ring has stages."""
+    return spec.mask_hooks.diagonal and -(-(config["BLOCK_M"] - ROWS) // config["BLOCK_N"]) < config["STAGES"]
 
 
 def o_columns(spec: Specialization, config: Config) -> int:
@@ -327,12 +334,11 @@ SPACE = SearchSpace(
         Constraint(
             "passed_blocks_fit_ring",
             "too few STAGES, so this mask deadlocks",
-            "under a causal mask the first group skips the blocks that only later groups see, while its last product still "
-            "reads a V tile; with no more stages than such blocks, producer and group deadlock",
+            "bounded on the right, the first group skips the blocks that only later groups see, while its last product still "
+            "reads a V tile; with no more stages than such blocks, producer and group deadlock. How many there are is known "
+            "where the mask's file states diagonal",
             lambda config, spec, arch: (
-                spec.mask == "full"
-                or config["Q_STAGES"] == 1
-                or -(-(config["BLOCK_M"] - ROWS) // config["BLOCK_N"]) < config["STAGES"]
+                config["Q_STAGES"] == 1 or not spec.mask_hooks.right or _passes_fewer(spec, config)
             ),
         ),
         Constraint(

@@ -60,7 +60,7 @@ def _tile(spec: Specialization, rows: int, keys: int) -> Config | None:
     several = rows > ROWS[0] and widest <= 128
     tile = {
         "BLOCK_M": rows, "BLOCK_N": keys, "PINGPONG": several, "Q_IN_REGISTERS": rows == ROWS[0],
-        "NUMBERED": several and (spec.mask != "full" or widest == 128), "num_warps": 4, "maxnreg": HELD[rows][1],
+        "NUMBERED": several and (spec.mask_hooks.masked or widest == 128), "num_warps": 4, "maxnreg": HELD[rows][1],
     }  # fmt: skip
     found = ({**tile, "O_THROUGH": o, "STAGES": stages} for o in ("own", "q") for stages in (3, 2))
     return next((one for one in found if fits(spec, one)), None)

@@ -35,7 +35,7 @@ def _tile(spec: Specialization, rows: int) -> Config | None:
     narrow = max(block_dims(spec)) <= 128
     tile = {
         "BLOCK_M": rows, "PINGPONG": rows > ROWS[0] and narrow, "Q_IN_REGISTERS": rows == ROWS[0],
-        "NUMBERED": rows > ROWS[0] and narrow and (spec.mask != "full" or max(block_dims(spec)) == 128),
+        "NUMBERED": rows > ROWS[0] and narrow and (spec.mask_hooks.masked or max(block_dims(spec)) == 128),
         "IN_PARTS": parts_pay(spec), "num_warps": 4, "maxnreg": HELD[rows][1],
     }  # fmt: skip
     sizes = ((keys, stages) for keys in (128, 64) for stages in (3, 2))

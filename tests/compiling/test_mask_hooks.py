@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fa2tune.calling.choosing import choose
+from fa2tune.gpus import named
+from fa2tune.search_spaces.sm90 import fwd
 from fa2tune.spec import maskfile, standins
+from fa2tune.spec import problem as problems
+from fa2tune.spec.extent import RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import Mask
+from fa2tune.spec.problem import Problem
 from fa2tune.spec.variant import OPTIONAL_HOOKS
 
 ROWS, BLOCK_M, BLOCK_N = (
@@ -229,3 +236,33 @@ def test_rows_see_all_keys_up_to_the_last_one_of_a_mask_that_has_it(mask: Mask) 
 
 def test_causal_has_a_last_key() -> None:
     assert {mask.name for mask in WITH_LAST_KEY} >= {"causal"}
+
+
+@pytest.mark.parametrize("mask", [mask for mask in ALL if mask.hooks.diagonal], ids=str)
+def test_a_mask_that_states_diagonal_ends_at_most_one_key_later_than_for_the_query_before(mask: Mask) -> None:
+    for seqlen_q, seqlen_k in LENGTHS:
+        seen = visible(mask, seqlen_q, seqlen_k, seqlen_q, seqlen_k)
+        ends = np.where(seen.any(1), seqlen_k - seen[:, ::-1].argmax(1), 0)
+        assert (np.diff(ends) <= 1)[seen[:-1].any(1)].all()
+
+
+@pytest.mark.parametrize("extent", [WHOLE, Extent(RAGGED, 6, 900)], ids=lambda extent: extent.name)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192])
+def test_without_it_no_call_has_two_q_tiles(monkeypatch: pytest.MonkeyPatch, head_dim: int, extent: Extent) -> None:
+    """A group would pass by more blocks of the next tile than the ring has stages: the kernel would hang."""
+    hooks = replace(maskfile.mask_named("chunked"), diagonal=False)
+    read = maskfile.mask_named
+    monkeypatch.setattr(maskfile, "mask_named", lambda name: hooks if name == "chunked" else read(name))
+    monkeypatch.setattr(problems, "mask_named", maskfile.mask_named)
+    batch = 1 if extent.ragged else 8
+    shapes = [(batch, 16, seqlen) for seqlen in (300, 2048, 16384)]
+    for batch, heads, seqlen in shapes:
+        problem = Problem(
+            "bf16", batch, heads, heads, seqlen, seqlen, head_dim, head_dim, Mask("chunked", 512), extent=extent
+        )
+        config = choose(problem, "fwd", named("h200")).config
+        assert config.get("Q_STAGES", 1) == 1
+    two = {**fwd.default(problem.specialization, 90), "Q_STAGES": 2, "BLOCK_M": 128, "STAGES": 3}
+    (rule,) = (rule for rule in fwd.SPACE.constraints if rule.name == "passed_blocks_fit_ring")
+    assert not rule.holds(two, problem.specialization, 90)
+    assert rule.holds(two, replace(problem.specialization, mask="causal"), 90)

@@ -74,7 +74,7 @@ def masks_by_name(tree: ast.Module) -> Iterator[int]:
 def test_kernels_know_no_mask_by_name() -> None:
     found = {
         path.relative_to(ROOT).as_posix(): [*masks_by_name(ast.parse(path.read_text()))]
-        for folder in ("kernels", "fa2tune/compiling", "fa2tune/launching")
+        for folder in ("kernels", "search_spaces", "fa2tune/compiling", "fa2tune/launching")
         for path in (ROOT / folder).rglob("*.py")
         if path.parent.name != "masks"
     }
