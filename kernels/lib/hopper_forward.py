@@ -92,6 +92,18 @@ class Barriers(NamedTuple):
     v_empty: gl.shared_memory_descriptor
 
 
+class Work(NamedTuple):
+    """What a consumer group has for all of its tiles."""
+
+    share: tuple  #: of the program, as the kernel has it
+    out: tuple  #: where results go, likewise
+    smem: Shared
+    barriers: Barriers
+    queue: tuple
+    qk_scale: gl.tensor
+    call: Call
+
+
 @gluon.jit
 def await_turn(CONSUMER: gl.constexpr):
     """Until the group before has issued its products."""

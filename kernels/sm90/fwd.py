@@ -14,6 +14,7 @@ from fa2tune.kernels.lib.hopper_forward import (
     Call,
     Form,
     Shared,
+    Work,
     await_turn,
     bound_of,
     heads_in_band,
@@ -82,18 +83,6 @@ class Share(NamedTuple):
     heads: gl.tensor  #: of all batch entries
     turns: gl.tensor  #: tiles of this program
     offset: gl.tensor
-
-
-class Work(NamedTuple):
-    """What a consumer group has for all of its tiles."""
-
-    share: Share
-    out: Outputs
-    smem: Shared
-    barriers: Barriers
-    queue: tuple
-    qk_scale: gl.tensor
-    call: Call
 
 
 @gluon.jit

@@ -19,6 +19,7 @@ from fa2tune.kernels.lib.hopper_forward import (
     Call,
     Form,
     Shared,
+    Work,
     await_turn,
     heads_in_band,
     of_carried,
@@ -74,19 +75,6 @@ class Outputs(NamedTuple):
     units: tuple  #: of o, as ``packed_members`` has them
 
 
-class Work(NamedTuple):
-    """What a consumer group has for all of its tiles."""
-
-    tiles: gl.tensor  #: of a head
-    heads: gl.tensor  #: of all batch entries
-    out: Outputs
-    smem: Shared
-    barriers: Barriers
-    queue: tuple
-    qk_scale: gl.tensor
-    call: Call
-
-
 @gluon.jit
 def _one_tile(
     turn, done, start, head, end_q, seqlen_q, seqlen_k, work, CONSUMER: gl.constexpr, MEMBERS: gl.constexpr, form
@@ -94,8 +82,9 @@ def _one_tile(
     """This group's rows of a program's turn-th tile, that of queries from ``start`` on. Returns what the next tile is called
     with: (done, start, head, end_q, seqlen_q, seqlen_k). RAGGED: the last two are its sequence's, which ends at row end_q of
     all."""
-    tiles, heads, out, smem = work.tiles, work.heads, work.out, work.smem
-    barriers, queue, qk_scale, call = work.barriers, work.queue, work.qk_scale, work.call
+    tiles, heads = work.share
+    out, smem, barriers = work.out, work.smem, work.barriers
+    queue, qk_scale, call = work.queue, work.qk_scale, work.call
     QUERIES: gl.constexpr = ROWS // MEMBERS
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_N)
@@ -206,7 +195,7 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
     if form.PINGPONG and CONSUMER == form.GROUPS - 1:
         signal_next_turn(CONSUMER, form.GROUPS)  # the first turn is group 0's
     tiles, heads = tiles_of(call, MEMBERS, form)
-    work = Work(tiles, heads, out, smem, barriers, queue, qk_scale, call)
+    work = Work((tiles, heads), out, smem, barriers, queue, qk_scale, call)
     done = 0  # key blocks of earlier tiles
     if form.RAGGED:
         turn = 0
