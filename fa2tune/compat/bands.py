@@ -107,6 +107,7 @@ def _without_causal(options: dict[str, Any]) -> dict[str, Any]:
 
 def _fewer(tensor: torch.Tensor, cu_seqlens: Any, used: Any, fewer: int) -> Any:
     """Used lengths without the last ``fewer`` rows."""
+    fewer = min(fewer, _ALL)
     if cu_seqlens is None:
         every = torch.full((len(tensor),), tensor.shape[1], dtype=torch.int32, device=tensor.device)
     elif isinstance(cu_seqlens, torch.Tensor):
