@@ -24,6 +24,11 @@ class _Missing:
 
 MISSING: Any = _Missing()
 ALLOWED = ("causal", "softmax_scale", "layout", "return_lse", "deterministic", "window", "mask", "softcap", "score")
+#: The same of ``attention_varlen``, and what it takes by position, too.
+ALLOWED_PACKED = (
+    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *(name for name in ALLOWED if name != "layout"),
+    "seqused_q", "seqused_k", "schedule",
+)  # fmt: skip
 
 #: Argument of PyTorch's SDPA, flash-attn, FlexAttention, xFormers or Transformers -> what to write here
 INSTEAD = {
@@ -36,6 +41,11 @@ INSTEAD = {
         ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k"),
         "fa2tune.attention_varlen, for packed sequences,",
     ),
+}  # fmt: skip
+#: ... -> what to write in ``attention_varlen``
+INSTEAD_PACKED = {
+    **INSTEAD, "cu_seqlens": "cu_seqlens_q=", "max_seqlen": "max_seqlen_q=", "cu_seq_q": "cu_seqlens_q=",
+    "cu_seq_k": "cu_seqlens_k=", "max_q": "max_seqlen_q=", "max_k": "max_seqlen_k=",
 }  # fmt: skip
 #: ... -> why it can be left out
 NEEDLESS = {
@@ -67,12 +77,14 @@ def said(name: str, value: Any, call: str) -> str:
     """Of an argument that ``call``, another than ``attention``, does not take."""
     if name == "layout":
         return f"got layout=, which {call} has not: {why('packed sequences', 'layout')}"
-    return _said(name, value, None, None, None)
+    return _said(name, value, None, None, None, INSTEAD_PACKED, ALLOWED_PACKED)
 
 
-def _said(name: str, value: Any, q: Any, k: Any, layout: Any) -> str:
-    if name in INSTEAD:
-        return f"got {name}=, use {INSTEAD[name]} instead{_alignment(q, k, layout) if name == 'is_causal' else ''}"
+def _said(
+    name: str, value: Any, q: Any, k: Any, layout: Any, use: Mapping[str, str] = INSTEAD, allowed: Sequence[str] = ALLOWED
+) -> str:  # fmt: skip
+    if name in use:
+        return f"got {name}=, use {use[name]} instead{_alignment(q, k, layout) if name == 'is_causal' else ''}"
     if name in NEEDLESS:
         return f"got {name}=, leave it out: {NEEDLESS[name]}"
     if name in LACKING:
@@ -81,7 +93,7 @@ def _said(name: str, value: Any, q: Any, k: Any, layout: Any) -> str:
         neutral = plain and any(value == one for one in (None, *absent.neutral))
         leave_out = f"; {name}={value!r:.40} can be left out" if neutral else ""
         return f"got {name}=, which is not supported yet ({absent.what}){leave_out}"
-    return f"got an unknown argument {name}=, allowed are {', '.join(f'{one}=' for one in ALLOWED)}"
+    return f"got an unknown argument {name}=, allowed are {', '.join(f'{one}=' for one in allowed)}"
 
 
 def _alignment(q: Any, k: Any, layout: Any) -> str:

@@ -7,7 +7,6 @@ by no query, and without them it is one, too.
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, NamedTuple
 
 import torch
@@ -38,15 +37,10 @@ _UNBOUNDED = Band(None)
 def asked(call: str, window_size: Any, causal: Any) -> Band:
     """Two negative sides are no window, as in FlashAttention-4. With ``causal`` the right side is 0 after that.
 
-    TypeError: not two sides, each an integer or None."""
+    TypeError, ValueError: as ``terms.check_sides``."""
     if type(window_size) is tuple and len(window_size) == 2 and window_size[0] is None and window_size[1] is None:
         return _UNBOUNDED
-    allowed = "must be two, each an integer or None"
-    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
-        raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
-    for side in window_size:
-        if isinstance(side, bool) or not isinstance(side, (numbers.Integral, torch.SymInt, type(None))):
-            raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
+    terms.check_sides(call, window_size, "must be two, each an integer or None")
     left, right = window_size
     before, behind = left is not None and left < 0, right is not None and right < 0
     if before and behind:
@@ -107,6 +101,7 @@ def _without_causal(options: dict[str, Any]) -> dict[str, Any]:
 
 def _fewer(tensor: torch.Tensor, cu_seqlens: Any, used: Any, fewer: int) -> Any:
     """Used lengths without the last ``fewer`` rows."""
+    fewer = min(fewer, _ALL)
     if cu_seqlens is None:
         every = torch.full((len(tensor),), tensor.shape[1], dtype=torch.int32, device=tensor.device)
     elif isinstance(cu_seqlens, torch.Tensor):

@@ -33,6 +33,9 @@ DENIED = (
 #: Types of models whose masks look both ways and whose layers say that they are causal.
 BIDIRECTIONAL = ("phi4_multimodal_vision", "lightglue")
 
+#: Types of models whose masks have a window that their layers do not pass.
+WINDOW_UNSAID = ("phimoe", "qwen2_moe")
+
 
 @torch.compiler.assume_constant_result
 def _attends_by_itself(module: str, name: str) -> bool:
@@ -78,3 +81,14 @@ def is_causal(module: torch.nn.Module) -> bool:
     if hasattr(module, "is_causal"):
         return module.is_causal  # type: ignore[return-value]
     return not type(module).__module__.startswith(MODELS)
+
+
+def window_of(module: torch.nn.Module) -> int | None:
+    """The window of a layer of ``WINDOW_UNSAID``, as in its mask; None: it has none, or passes it."""
+    config = getattr(module, "config", None)
+    if getattr(config, "model_type", None) not in WINDOW_UNSAID:
+        return None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
+        return None
+    return config.sliding_window  # type: ignore[no-any-return, union-attr]

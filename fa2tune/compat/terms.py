@@ -16,6 +16,7 @@ from fa2tune.calling.distributed import whole
 from fa2tune.calling.ops import Layout, attention, compiling
 from fa2tune.calling.varlen import attention_varlen
 from fa2tune.spec.combinations import LACKING, Absent
+from fa2tune.spec.maskfile import LARGEST
 from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 
 
@@ -50,6 +51,17 @@ def rename(error: Exception, names: Mapping[str, str]) -> None:
     error.args = (re.sub(r"\b(\w+), \1\b", r"\1", said),)  # two of theirs may be one of the caller's
 
 
+def check_sides(call: str, window_size: Any, allowed: str) -> None:
+    """TypeError: not two, each an integer or None; ``allowed``: how to say it. ValueError: more than ``window`` may be."""
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
+    for side in window_size:
+        if isinstance(side, bool) or not isinstance(side, (numbers.Integral, torch.SymInt, type(None))):
+            raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
+        if side is not None and side > LARGEST:
+            raise ValueError(f"{call}: window_size: got {window_size!r:.80}, must be at most 2^63 - 1")
+
+
 def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None, int | None] | None:
     """flash-attn's ``window_size`` as ``window``: a negative side is unbounded; where the left one is, or is ``seqlen_k``
     or more, so is a right one of ``seqlen_k`` or more. It may be a tensor of two on the CPU. None: both are unbounded."""
@@ -63,14 +75,11 @@ def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None
         window_size = whole(f"{call}: window_size", window_size)
         if window_size.device.type != "cpu" or window_size.shape != (2,) or window_size.is_floating_point():
             raise ValueError(
-                f"{call}: window_size: got a tensor of shape {tuple(window_size.shape)} on {window_size.device}, {allowed}"
+                f"{call}: window_size: got a tensor of shape {tuple(window_size.shape)}, {window_size.dtype} on "
+                f"{window_size.device}, {allowed}"
             )
         window_size = window_size.tolist()
-    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
-        raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
-    for side in window_size:
-        if isinstance(side, bool) or not isinstance(side, (numbers.Integral, torch.SymInt, type(None))):
-            raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
+    check_sides(call, window_size, allowed)
     left, right = (None if side is None or side < 0 else side for side in window_size)
     # whichever queries there are, a left side of all keys hides none; a right side of all keys does, where queries are more
     if left is None or (seqlen_k is not None and left >= seqlen_k):

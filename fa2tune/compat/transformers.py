@@ -334,6 +334,7 @@ def forward(
     if not getattr(query, "dtype", None) == getattr(key, "dtype", None) == getattr(value, "dtype", None):
         terms.check(NAME, {"query": query, "key": key, "value": value}, 4)
         query, key = query.to(value.dtype), key.to(value.dtype)
+    sliding_window = own_attention.window_of(module) if sliding_window is None else sliding_window
     options: dict[str, Any] = {
         "softmax_scale": scaling, "deterministic": deterministic, "causal": causal, "softcap": softcap,
         "window": _window(sliding_window, causal, getattr(module, "config", None)),

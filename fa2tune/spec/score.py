@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from dataclasses import dataclass
 from functools import lru_cache
@@ -87,10 +86,9 @@ def _capped(softcap: Any) -> Score:
     if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
         raise TypeError(f"softcap: got {softcap!r:.80}, must be None or a number")
     least, most = scorefile.score_named("softcap").values["cap"]
-    cap = float(softcap)
-    if cap and not (math.isfinite(cap) and least <= cap <= most):
+    if softcap and not least <= softcap <= most:
         raise ValueError(f"softcap: got {softcap!r:.80}, must be from {least:g} to {most:g}, or 0 or None for none")
-    return Score("softcap", cap) if cap else NONE
+    return Score("softcap", softcap) if softcap else NONE
 
 
 def checked(given: Any) -> Score:

@@ -129,6 +129,26 @@ def test_is_causal_says_how_the_masks_differ_where_the_lengths_do() -> None:
 def test_the_allowed_names_are_the_signatures() -> None:
     parameters = inspect.signature(fa2tune.attention).parameters.values()
     assert tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY) == arguments.ALLOWED
+    packed = inspect.signature(fa2tune.attention_varlen).parameters
+    assert {*packed} - {"q", "k", "v", "extra", "unknown"} == {*arguments.ALLOWED_PACKED}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"cu_seqlens": None}, "got cu_seqlens=, use cu_seqlens_q= instead; cu_seqlens_q is missing"),
+        ({"cu_seqlens_q": None, "max_seqlen": 8}, "got max_seqlen=, use max_seqlen_q= instead"),
+        ({"cu_seq_q": None, "cu_seq_k": None}, "use cu_seqlens_q= instead; got cu_seq_k=, use cu_seqlens_k= instead"),
+        ({"cu_seqlens_q": None, "max_q": 8, "max_k": 8}, "use max_seqlen_q= instead; got max_k=, use max_seqlen_k= instead"),
+        ({"cu_seqlens_q": None, "casual": True}, "argument casual=, allowed are cu_seqlens_q=, cu_seqlens_k=, max_seqlen_q="),
+        ({"cu_seqlens_q": None, "casual": True}, "max_seqlen_k=, causal=, softmax_scale=, return_lse="),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_attention_varlen_names_its_own_arguments(given: dict[str, object], says: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        fa2tune.attention_varlen(Q, Q, Q, **given)  # type: ignore[call-overload]
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,14 @@ def test_of_either_side_with_offsets_or_with_used_lengths(window):
             torch.testing.assert_close(lse[:, at] if unpad_q else lse[row, :, :n], want_lse)
 
 
+@pytest.mark.parametrize("window", [(-(2**31) - 20, None), (None, -(2**31) - 20), (-(2**40), 2**41)])
+def test_a_shift_beyond_int32_leaves_no_pair(window):
+    lengths = torch.tensor([3, 8], dtype=torch.int32)
+    for used in ({"seqused_q": lengths}, {"seqused_k": lengths}):
+        out, lse = flash_attn_4.flash_attn_varlen_func(*tensors(8, 8, 2), window_size=window, **used)
+        assert not out.any() and (lse == -torch.inf).all()
+
+
 @pytest.mark.parametrize("wrong", [(1,), 3, (1.0, 2), (True, None), "ab"])
 def test_what_is_no_window_is_named(wrong):
     with pytest.raises(TypeError, match=r"flash_attn_func: window_size: got .* must be two, each an integer or None"):

@@ -89,6 +89,30 @@ def test_no_padding(name):
     compared(name, ids(1))
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"use_sliding_window": True, "max_window_layers": 1}], ids=["phimoe", "qwen2_moe"]
+)
+def test_the_window_of_layers_that_do_not_pass_it(options):
+    kinds = transformers.Qwen2MoeConfig if options else transformers.PhimoeConfig
+    more = {"num_key_value_heads": 1, "sliding_window": 4, "initializer_range": 0.12, "pad_token_id": 0} | options
+    more |= (
+        {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1} if options else {"num_local_experts": 2}
+    )
+    found = []
+    for which in ("eager", "fa2tune"):
+        torch.manual_seed(0)
+        asked = kinds(**SMALL | more | {"num_hidden_layers": 2})
+        one = transformers.AutoModelForCausalLM.from_config(asked, attn_implementation=which).eval()
+        with torch.no_grad():
+            seen = one(input_ids=ids(), attention_mask=padding("left")).logits[padding("left").bool()]
+            steps = one.generate(
+                ids(1), max_new_tokens=3, eos_token_id=None, output_logits=True, return_dict_in_generate=True
+            )
+        found.append([one(input_ids=ids(), use_cache=False).logits, seen, torch.stack(steps.logits)])
+    for right, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, right, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_packed_by_positions_that_restart(name):
     compared(name, ids(1), position_ids=restarts())

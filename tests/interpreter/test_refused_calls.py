@@ -27,18 +27,18 @@ def dense(k=BATCHES, **options):
     return flash_attn.flash_attn_func(BATCHES, k, k, **options)
 
 
-def varlen(key=PACKED, cu_seq_q=OFFSETS, max_q=5, **options):
-    return torch_varlen.varlen_attn(PACKED, key, key, cu_seq_q, OFFSETS, max_q, 5, **options)
+def varlen(key=PACKED, cu_seq_q=OFFSETS, max_q=5, max_k=5, **options):
+    return torch_varlen.varlen_attn(PACKED, key, key, cu_seq_q, OFFSETS, max_q, max_k, **options)
 
 
 def stacked(cu_seqlens=OFFSETS, max_seqlen=5):
     return flash_attn.flash_attn_varlen_qkvpacked_func(torch.zeros(9, 3, 2, 16), cu_seqlens, max_seqlen)
 
 
-def shifted(**options):
-    """A band that takes rows off the used lengths."""
+def four(window_size=(-3, None), **options):
+    """By default a band that takes rows off the used lengths."""
     return flash_attn_4.flash_attn_varlen_func(
-        PACKED, PACKED, PACKED, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS, window_size=(-3, None), **options
+        PACKED, PACKED, PACKED, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS, window_size=window_size, **options
     )
 
 
@@ -50,6 +50,15 @@ REFUSED = {
     "flash_attn_qkvpacked_func: qkv: got layout torch.sparse_coo": lambda: flash_attn.flash_attn_qkvpacked_func(
         torch.zeros(2, 9, 3, 2, 16).to_sparse()
     ),
+    "softcap: got 10000000000": lambda: dense(softcap=10**400),
+    "flash_attn_func: window_size: got a tensor of shape (2,), torch.float32 on cpu, must be": lambda: dense(
+        window_size=torch.tensor([1.0, 2.0])
+    ),
+    "flash_attn_func: window_size: got (3, 9223372036854775808), must be": lambda: dense(window_size=(3, 1 << 63)),
+    "varlen_attn: window_size: got (9223372036854775808, 0), must be": lambda: varlen(
+        max_q=None, max_k=None, window_size=(1 << 63, 0)
+    ),
+    "flash_attn_varlen_func: window_size: got (9223372036854775808, 0), must be": lambda: four(window_size=(1 << 63, 0)),
     "varlen_attn: return_aux: got ('lse',), must be None": lambda: varlen(return_aux=("lse",)),
     "cu_seq_q: got list, must be": lambda: varlen(cu_seq_q=[0, 8]),
     "cu_seq_q: got device meta, query is on cpu": lambda: varlen(cu_seq_q=OFFSETS.to("meta")),
@@ -75,7 +84,7 @@ REFUSED = {
     "cu_seq_lens_q: got shape (1, 3), must have 1": lambda: layer(cu_seq_lens_q=OFFSETS[None]),
     "max_length_q, max_length_k: got -3": lambda: layer(cu_seq_lens_q=OFFSETS, max_length_q=-3),
     "scaling: got 'x'": lambda: layer(scaling="x"),
-    "seqused_q: got device meta": lambda: shifted(seqused_q=torch.ones(2, dtype=torch.int32, device="meta")),
+    "seqused_q: got device meta": lambda: four(seqused_q=torch.ones(2, dtype=torch.int32, device="meta")),
     "fa2tune: query: got tuple, must be": lambda: layer(query=(1, 2)),
     "fa2tune: query: got shape (3,), must have 4": lambda: layer(query=torch.zeros(3), attention_mask=TOKENS),
     "fa2tune: is_causal: got 'x', allowed": lambda: layer(is_causal="x"),
