@@ -66,7 +66,7 @@ def test_a_constraint_of_its_own_sends_it_to_the_portable_winner(user: Path) -> 
     broken = {**DEFAULT, "GROUPS": 3}
     Store(user).put([row(implementation=WARP_SPECIALIZED, config=broken, time_us=500.0), DESCRIBED])
     said = explained("--pass", "fwd")
-    assert "config    descriptor" in said and "64 rows a group" in said
+    assert "config    descriptor" in said and "64 a group" in said
 
 
 @pytest.mark.parametrize(("name", "value"), [("GROUPS", 7), ("GROUPS", "2"), ("GROUPS", True), ("BLOCK_M", 0)])
