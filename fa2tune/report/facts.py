@@ -240,6 +240,7 @@ _LIMITS = {
     "call": "the kernel computes no call of this dtype, these head dims or this kind",
     "mask": "the kernel does not compute this mask",
     "score": "the kernel does not compute this score term",
+    "scale": "the kernel does not compute a negative scale",
     "extent": "the kernel does not compute packed sequences",
     "threads_per_block": "more threads than a block may have",
     "interpreter": "the kernel is written in Gluon, which has no interpreter",
