@@ -480,6 +480,28 @@ def test_a_gpu_is_one_row(tree: Path, run: Callable[..., str], tmp_path: Path) -
     assert "a100-toy" in run("-m", "fa2tune", "gpus")
 
 
+#: Tests that look at every kernel, term or GPU there is.
+EVERY = ("compiling/test_variants", "compiling/test_composition", "spec/test_score", "rows/test_pruned", "test_gpus")
+
+
+def test_tests_need_no_entry_of_what_is_added(tree: Path, run: Callable[..., str]) -> None:
+    for name in ("tests", "docs"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    toy(tree)
+    alternative(tree)
+    term = SOFTSIGN.replace("softsign", "bent").replace(
+        "=arguments)", "=arguments, numbered=False)"
+    )  # a name before others
+    (tree / "kernels" / "scores" / "bent.py").write_text(term, encoding="utf-8")
+    row = '    _gpu("a100-half", ("A100-HALF",), "ga100", 80, 96, 1410, 138.6, 69.3, 17.3, 40, 40, 1400),\n'
+    edit(tree / "fa2tune" / "catalogue.py", '    _gpu("a100-sxm-40gb",', f'{row}    _gpu("a100-sxm-40gb",')
+    path = f"{tree}{os.pathsep}{tree / 'tests'}"
+    files = [f"tests/{name}.py" for name in EVERY]
+    said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not are_shipped", *files, PYTHONPATH=path)
+    assert " passed" in said and "a100-half" in run("-m", "fa2tune", "gpus")
+
+
 OF_FWD = """
 from dataclasses import replace
 from fa2tune.calling import defaults

@@ -19,6 +19,7 @@ from pace import timed
 
 import fa2tune
 from fa2tune.cli import COMMANDS, _options, main
+from fa2tune.spec import scorefile
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "triton", "optuna", "sqlalchemy", "numpy", "matplotlib")
@@ -237,7 +238,7 @@ def test_a_call_with_a_score_term_is_explained() -> None:
         (("--score", "softcap"), "got 'softcap', softcap has 1 value: 'softcap,cap'"),
         (("--score", "softcap,0"), "got 'softcap,0.0', cap must be from 0.001"),
         (("--score", "softcap,x"), "got 'softcap,x', expected NAME or NAME,VALUE,...: numbers"),
-        (("--score", "soft"), "got 'soft', allowed are none, softcap"),
+        (("--score", "soft"), f"got 'soft', allowed are {', '.join(scorefile.names())}"),
         (("--mask", "chunked"), "got 'chunked', chunked has 1 value: 'chunked,chunk'"),
         (("--mask", "chunked,0"), "got 'chunked,0', chunk must be from 1"),
         (("--mask", "chunked,x"), "got 'chunked,x', expected NAME or NAME,VALUE,...: integers"),
