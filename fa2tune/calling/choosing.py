@@ -216,10 +216,10 @@ class Chooser:
         """Why a whole backward's row cannot serve, or None. ``large``: as ``packed_schedule.sums_too_large`` has it."""
         if row.strategy not in STRATEGIES:
             return f"the strategy {row.strategy!r:.40} is not known to this version"
-        if row.specialized != (WARP_SPECIALIZED in row.config.values()):
-            kind = "a" if row.specialized else "no"
+        if row.warp_specialized != (WARP_SPECIALIZED in row.config.values()):
+            kind = "a" if row.warp_specialized else "no"
             return f"it is filed as {row.filed_as}, with {kind} warp-specialised kernel, which contradicts its config"
-        if row.implementation != backward_implementation(row.specialized):
+        if row.implementation != backward_implementation(row.warp_specialized):
             return f"the implementation {row.implementation!r:.40} is not known to this version"
         if row.barred:
             return row.barred
@@ -324,7 +324,7 @@ class Chooser:
             choice = Choice(variant, own.row.config, answer.row, answer)
             return packed_schedule.of_backward(problem, answer.row.key.kernel, choice, self.gpu)
         by_schedule = forward_schedule.covers(variant) and not problem.extent.ragged
-        by_work = not problem.mask.measured and answer.row.specialized
+        by_work = not problem.mask.measured and answer.row.warp_specialized
         if not by_schedule and not by_work:
             choice = Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
             return fused_schedule.of_dense(problem, choice, self.gpu)

@@ -123,7 +123,7 @@ def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made]) -> Ma
     formed = any(choice.otherwise is not None for choice in first.values())
     for name, chosen in ladder:
         choices = {kernel: chosen(kernel) for kernel in first}
-        asked = {kernel: (choice.config, choice.measured) for kernel, choice in choices.items()}
+        asked = {kernel: (choice.config, choice.triton) for kernel, choice in choices.items()}
         if asked in tried:
             continue
         tried.append(asked)

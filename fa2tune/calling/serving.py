@@ -147,7 +147,7 @@ def _served(chooser: Chooser, kernel: str, kind: Kind = None, choice: Choice | N
     needed = [(*one, problem) for one in passes.runs(kernel, problem.specialization, choice, gpu.arch)]
     if parts > 1:
         needed += group_parts.needed(problem, gpu.arch)
-    found, unsplit, refused_tiles = _Runs(needed, gpu, choice.measured), "", None
+    found, unsplit, refused_tiles = _Runs(needed, gpu, choice.triton), "", None
     split, otherwise = None, in_row if choice.estimated else None
     if kernel == "fwd":
         split, unsplit = forward_plans.split_of(problem, choice, gpu)

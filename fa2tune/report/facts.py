@@ -292,7 +292,7 @@ def pruned(rows: Iterable[Row]) -> list[Pruned]:
     for row in rows:
         key = row.key
         mine = groups.setdefault((key.kernel, key.head_dim, key.gpu, key.head_dim_v, key.dtype, key.precision, key.kind,
-                                  row.specialized), Counter())  # fmt: skip
+                                  row.warp_specialized), Counter())  # fmt: skip
         for reason, count in row.pruned.items():
             mine[reason] = max(mine[reason], count)
     counts: dict[tuple[str, str], Counter[tuple[str, int]]] = {}

@@ -87,7 +87,7 @@ def forms(head_dim):
     found = {}
     for layer in choosing.layers():
         for row in layer.rows:
-            if row.specialized and (row.key.kernel, row.key.head_dim) == ("fwd", head_dim):
+            if row.warp_specialized and (row.key.kernel, row.key.head_dim) == ("fwd", head_dim):
                 config = {**row.config, "HEADS_PER_WAVE": 4}
                 found[json.dumps(config, sort_keys=True)] = config
     return [found[name] for name in sorted(found)]
