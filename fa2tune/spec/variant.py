@@ -233,7 +233,8 @@ class Variant:
 
     @property
     def short_name(self) -> str:
-        """Its path without the folder of portable kernels, as screens, studies, failure records and files of binaries say."""
+        """Its path without the folder of portable kernels, as studies, failure records, files of binaries and errors say. Where
+        the kernel's name (``serves``) is shown, too, ``name`` is: "fwd" is the kernel, "portable/fwd" an implementation."""
         return self.name.removeprefix(f"{PORTABLE_FOLDER}/")
 
     @property
