@@ -36,6 +36,7 @@ from launch_choices import race
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
 from fa2tune.calling.schedules import few_tiles, key_splits_schedule
 from fa2tune.compiling import compiler
 from fa2tune.compiling.registry import variant_named
@@ -85,7 +86,7 @@ def label(config: Config) -> str:
 
 def wide_candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     """As ``candidates``, with --wide."""
-    row = choosing.choose(problem, "fwd", gpu, True).config
+    row = choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS).config
     usual = {**of_tiles(problem.specialization, 128, 64, 0), "HEADS_PER_WAVE": row["HEADS_PER_WAVE"]}
     made = [
         row,
@@ -102,7 +103,7 @@ def candidates(problem: Problem, gpu: Gpu, wide: bool = False) -> dict[str, Conf
     if wide:
         return wide_candidates(problem, gpu)
     spec, space = problem.specialization, variant_named("sm90/fwd").space
-    row = choosing.choose(problem, "fwd", gpu, True)
+    row = choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS)
     made = [row.config, *(of_tiles(spec, *form) for form in few_tiles.PACES)]
     if problem.seqlen_k >= LONG:
         made += [{**config, "RESCALE": "never"} for config in made if "RESCALE" in config]
