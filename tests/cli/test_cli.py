@@ -248,6 +248,8 @@ def test_a_call_with_a_score_term_is_explained() -> None:
             "--mask: got full and --causal, one of --mask, --causal, --full and --window is",
         ),
         (("--mask", "chunked,8", "--window", "8,0"), "--mask: got chunked 8 and --window, one of --mask, --causal"),
+        (("--window", "8,4", "--window=3,3"), "--window: got it 2 times, once is allowed"),
+        (("--seqlen", "8", "--seqlen", "8", "--causal", "--causal"), "--seqlen: got it 2 times, once is allowed"),
     ],
 )
 def test_a_mask_or_a_score_term_by_name_that_is_none_is_refused(arguments: tuple[str, ...], why: str) -> None:
