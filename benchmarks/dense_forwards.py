@@ -37,6 +37,7 @@ from launch_choices import race
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
 from fa2tune.calling.schedules import few_tiles, key_splits_schedule
 from fa2tune.compiling import compiler
 from fa2tune.compiling.registry import variant_named
@@ -87,7 +88,7 @@ def label(config: Config) -> str:
 
 def wide_candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     """As ``candidates``, with --wide."""
-    row = choosing.choose(problem, "fwd", gpu, True).config
+    row = choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS).config
     usual = {**of_tiles(problem.specialization, 128, 64, 0), "HEADS_PER_WAVE": row["HEADS_PER_WAVE"]}
     made = [
         row,
@@ -104,7 +105,7 @@ def candidates(problem: Problem, gpu: Gpu, wide: bool = False) -> dict[str, Conf
     if wide:
         return wide_candidates(problem, gpu)
     spec, space = problem.specialization, variant_named("sm90/fwd").space
-    row = choosing.choose(problem, "fwd", gpu, True)
+    row = choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS)
     made = [row.config, *(of_tiles(spec, *form) for form in few_tiles.PACES)]
     made += [third for config in made[1:] if (third := third_stage(spec, config)) is not None]
     made += [dict(row.otherwise)] if row.otherwise is not None else []

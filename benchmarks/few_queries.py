@@ -37,6 +37,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
 from fa2tune.calling.schedules import grouped_schedule, key_splits_schedule
 from fa2tune.compiling import compiler, operandcheck, registry
 from fa2tune.gpus import Gpu
@@ -183,7 +184,7 @@ def hopper_splits(problem: Problem, fastest: Config) -> Iterator[Config]:
 def grouped_tiles(problem: Problem, gpu: Gpu) -> list[Config]:
     """Tiles of several heads: the one that would serve, the estimated fastest of each size, the four estimated fastest; and
     what serves otherwise, if its keys are split."""
-    choice = choosing.choose(problem, "fwd", gpu, True)
+    choice = choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS)
     split = key_splits_schedule.config_of(problem, choice.config, gpu, choice.row)
     best = grouped_schedule.best(problem, gpu)
     ordered = sorted(
@@ -272,7 +273,7 @@ def measured(name: str, configs: list[Config], gpu: Gpu, stream: torch.cuda.Stre
     q = torch.randn(b, hq, sq, d, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(b, hk, sk, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     scale = d**-0.5
-    choice = choosing.choose(problem, "fwd", gpu, True)
+    choice = choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS)
     tuned = choice.config
     chosen = grouped_schedule.instead_of(problem, tuned, gpu, choice.row)
     predicted = {
@@ -356,7 +357,7 @@ def main(tiles: bool, hopper: bool, grouped: bool, only: str, seconds: float, ou
     for name in GROUPED_CALLS if grouped else HOPPER_CALLS if hopper else TILES if tiles else CALLS:
         if only in name:
             wanted[name] = candidates(posed(name), gpu, tiles, hopper, grouped)
-    tuned = {name: [choosing.choose(posed(name), "fwd", gpu, True).config] for name in wanted}
+    tuned = {name: [choosing.choose(posed(name), "fwd", gpu, WARP_SPECIALIZED_ROWS).config] for name in wanted}
     count = compile_all({name: [*tuned[name], *configs] for name, configs in wanted.items()})
     print(f"{count} binaries after {time.monotonic() - started:.0f} s", flush=True)
     cases = []

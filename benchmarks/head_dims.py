@@ -28,6 +28,7 @@ import torch
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
 from fa2tune.compiling import compiler, limits, registry
 from fa2tune.launching import passes
 from fa2tune.measuring.timing import in_a_row
@@ -105,7 +106,7 @@ def candidates(problem: Problem, pass_: str, split: bool, gpu: gpus.Gpu) -> dict
     """Name -> configs, of those that are legal; "padded" first."""
     spec, wanted = problem.specialization, dict[str, Configs]({"padded": {}, "parts": {}})
     for kernel in kernels_of(problem, pass_, split, gpu):
-        choice, variant = choosing.choose(problem, kernel, gpu, True), hopper(kernel)
+        choice, variant = choosing.choose(problem, kernel, gpu, WARP_SPECIALIZED_ROWS), hopper(kernel)
         if choice.answer is None:
             dims = padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
             whole = variant.space.default(Specialization(spec.dtype, *dims, spec.mask), gpu.arch)
@@ -151,7 +152,7 @@ def captured(
     scale = problem.head_dim**-0.5
     do = drawn(problem.heads_q, problem.seqlen_q, problem.head_dim_v)
     if pass_ == BACKWARD:
-        forward = choosing.choose(problem, "fwd", dispatch.gpu_of(0), True).config
+        forward = choosing.choose(problem, "fwd", dispatch.gpu_of(0), WARP_SPECIALIZED_ROWS).config
         o, lse = passes.ForwardPlan(problem, q, k, v, scale, forward)(q, k, v)
     found: dict[str, tuple[torch.cuda.CUDAGraph, Any]] = {}
     first: list[torch.Tensor] | None = None

@@ -165,7 +165,7 @@ def configs_of(kernel: str, dim: int, mask: str) -> list[dict[str, Any]]:
             key = row.key
             if layer.path.name == "h200.sqlite" and (key.kernel, key.dtype, key.head_dim, key.mask) == (
                 kernel, "bf16", dim, mask,
-            ) and row.specialized:  # fmt: skip
+            ) and row.warp_specialized:  # fmt: skip
                 found.setdefault(json.dumps(row.config, sort_keys=True), dict(row.config))
     return list(found.values())
 

@@ -40,13 +40,13 @@ def served(key: TuningKey, rows: Sequence[Row], portable: bool = False) -> Serve
     """What the dispatcher would launch for this key if these rows were all there are; None: its default."""
     from fa2tune import gpus
     from fa2tune.calling.choosing import Chooser
-    from fa2tune.calling.kinds import Kind, kinds_of
+    from fa2tune.calling.kinds import PORTABLE_ROWS, Kind, kinds_of
 
     problem = replace(key.workload(), tma=not portable)
     chooser = Chooser(problem, gpus.named(key.gpu), [Layer("named", Path("rows"), tuple(rows))])
 
-    def found(kernel: str, kind: Kind) -> lookup.Answer | None:
-        return chooser.find(kernel, False if portable else kind)[0]
+    def found(kernel: str, kind: Kind | None) -> lookup.Answer | None:
+        return chooser.find(kernel, PORTABLE_ROWS if portable else kind)[0]
 
     if key.kernel != BACKWARD:
         answer = found(key.kernel, None)

@@ -31,6 +31,7 @@ import torch
 import fa2tune
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.kinds import PORTABLE_ROWS
 from fa2tune.launching import passes, ported
 from fa2tune.search_spaces.portable import packed_order
 from fa2tune.spec.extent import RAGGED, Extent
@@ -104,7 +105,7 @@ def in_turns(count: int, ragged: Problem, views: list[torch.Tensor], scale: floa
 def portable_config(ragged: Problem) -> Config:
     """Of the best portable row; where none serves, of the portable default."""
     chooser = choosing.Chooser(ragged, dispatch.gpu_of(0))
-    choice = chooser.choose("fwd", False)
+    choice = chooser.choose("fwd", PORTABLE_ROWS)
     if not choice.variant.name.startswith("portable/"):  # the documented default may be of another kind
         choice = chooser.portable_default("fwd")
     return choice.config

@@ -22,6 +22,7 @@ from packed import PACKINGS, Packing, microseconds, record
 
 import fa2tune
 from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.kinds import PORTABLE_ROWS, WARP_SPECIALIZED_ROWS, Kind
 from fa2tune.launching import passes
 from fa2tune.search_spaces.portable import packed_order
 from fa2tune.search_spaces.portable.packed_order import ALL
@@ -39,7 +40,7 @@ def _peer() -> Callable[..., Any] | None:
 
 
 def _split(
-    specialized: bool, tensors: list[torch.Tensor], do: torch.Tensor, offsets: torch.Tensor, longest: int
+    kind: Kind, tensors: list[torch.Tensor], do: torch.Tensor, offsets: torch.Tensor, longest: int
 ) -> Callable[[], Any]:
     """A deterministic backward by the warp-specialised kernels, or by the portable ones."""
     scale = tensors[0].shape[-1] ** -0.5
@@ -49,7 +50,7 @@ def _split(
     extent = Extent(RAGGED, len(offsets) - 1, longest)
     problem = passes.describe(q, k, v, CAUSAL, scale, extent=extent, o=o, do=gradient)
     gpu = dispatch.gpu_of(0)
-    configs = {kernel: choosing.choose(problem, kernel, gpu, specialized) for kernel in STRATEGIES[SPLIT]}
+    configs = {kernel: choosing.choose(problem, kernel, gpu, kind) for kernel in STRATEGIES[SPLIT]}
     plan = passes.BackwardPlan(problem, gradient, None, q, k, v, o, scale, SPLIT, configs)
     return lambda: plan(gradient, None, q, k, v, o, lse, offsets, offsets)
 
@@ -73,8 +74,8 @@ def measured(packing: Packing) -> dict[str, Any]:
         return backward(o, tensors, do)
 
     calls = {"packed": packed(False), "packed, deterministic": packed(True)}
-    for name, specialized in (("split, Hopper", True), ("split, portable", False)):
-        calls[name] = _split(specialized, tensors, do, offsets, longest)
+    for name, kind in (("split, Hopper", WARP_SPECIALIZED_ROWS), ("split, portable", PORTABLE_ROWS)):
+        calls[name] = _split(kind, tensors, do, offsets, longest)
     if len(set(lengths)) == 1:
         dense = [t.detach().unflatten(0, (len(lengths), -1)).transpose(1, 2).requires_grad_() for t in tensors]
         gradient = do.unflatten(0, (len(lengths), -1)).transpose(1, 2)

@@ -28,6 +28,7 @@ import workloads
 from fa2tune import gpus
 from fa2tune.calling import backward_plans, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward
+from fa2tune.calling.kinds import PORTABLE_ROWS
 from fa2tune.calling.schedules import grouped_schedule
 from fa2tune.compiling.support import companion
 from fa2tune.gpus import Gpu
@@ -95,7 +96,7 @@ def portable_configs(chooser: Chooser) -> dict[str, Config]:
     """By kernel, the portable config that would serve if there were no others: of a row, or the default."""
     found = {}
     for kernel in ("fwd", *STRATEGIES[SPLIT]):
-        choice = chooser.choose(kernel, False)  # where no portable row serves, the default of any kind
+        choice = chooser.choose(kernel, PORTABLE_ROWS)  # where no portable row serves, the default of any kind
         if not choice.variant.name.startswith(f"{PORTABLE}/"):
             choice = chooser.portable_default(kernel)
         found[kernel] = choice.config

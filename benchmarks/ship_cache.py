@@ -86,14 +86,14 @@ def _measured_later(these: Sequence[Row], those: Sequence[Row]) -> bool:
 
 def raced(rows: list[Row]) -> list[Row]:
     """Without those that --raced-only leaves out."""
-    specialized = {row.key for row in rows if row.specialized}
+    specialized = {row.key for row in rows if row.warp_specialized}
     return [row for row in rows if row.key.dtype != "fp16" or row.key in specialized or not _leader_won(row, rows)]
 
 
 def _leader_won(row: Row, rows: list[Row]) -> bool:
     """Whether a warp-specialised row is the best of the same key in bf16."""
     leading = [other for other in rows if other.key == row.key.with_(dtype="bf16")]
-    return bool(leading) and _winner(leading).specialized
+    return bool(leading) and _winner(leading).warp_specialized
 
 
 @click.command(help=__doc__)

@@ -24,6 +24,7 @@ from group_parts import BURST_MS, Made, backward_configs, randoms, same
 from launch_choices import race
 
 from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.kinds import PORTABLE_ROWS
 from fa2tune.launching import passes
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import SPLIT, STRATEGIES, Problem
@@ -43,8 +44,8 @@ def served(problem: Problem, gpu: Any, portable: bool) -> tuple[Any, tuple[str, 
     """Config of the forward, and (strategy, kernel -> config) of the backward."""
     if not portable:
         return choosing.choose(problem, "fwd", gpu).config, backward_configs(problem, gpu)
-    backward = {kernel: choosing.choose(problem, kernel, gpu, False).config for kernel in STRATEGIES[SPLIT]}
-    return choosing.choose(problem, "fwd", gpu, False).config, (SPLIT, backward)
+    backward = {kernel: choosing.choose(problem, kernel, gpu, PORTABLE_ROWS).config for kernel in STRATEGIES[SPLIT]}
+    return choosing.choose(problem, "fwd", gpu, PORTABLE_ROWS).config, (SPLIT, backward)
 
 
 def times(heads_q: int, heads_kv: int, dim: int, length: int, mask: Mask, stream: torch.cuda.Stream) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def main(cache: Path, page: Path | None) -> None:
     # head dims whose winners raced the portable ones in both passes, and rows of both kinds are shipped
     whole = {row.key.head_dim for row in every if row.key.kernel == BACKWARD}
     rows = [row for row in every if row.key.head_dim in whole]
-    newest = max((row for row in rows if row.specialized), key=lambda row: row.created)
+    newest = max((row for row in rows if row.warp_specialized), key=lambda row: row.created)
     where = f"{newest.obtained_on}, driver {newest.driver}, torch {newest.torch}, Triton {newest.triton}, {newest.created[:10]}"
     text = "\n".join([f"{where}, bf16, TFLOP/s.", "", *table(rows)])
     marked.publish(page, PART, SCRIPT, text)

@@ -39,6 +39,7 @@ import torch
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.kinds import PORTABLE_ROWS, WARP_SPECIALIZED_ROWS, kind_of
 from fa2tune.calling.schedules import window_schedule
 from fa2tune.compiling import compiler, registry
 from fa2tune.gpus import Gpu
@@ -115,10 +116,10 @@ def share(mask: Mask, problem: Problem, configs: Mapping[str, Config]) -> float:
 def contenders(problem: Problem, gpu: Gpu | None = None) -> Iterator[Contender]:
     """What could serve a window: of each implementation the configs that its rows give it. ``gpu``: None for this one."""
     gpu = gpu or dispatch.gpu_of(0)
-    for name, specialized in (("portable", False), ("hopper", True)):
+    for name, kind in (("portable", PORTABLE_ROWS), ("hopper", WARP_SPECIALIZED_ROWS)):
         for strategy, kernels in (("", ("fwd",)), *STRATEGIES.items()):
-            choices = [choosing.choose(problem, kernel, gpu, specialized).config for kernel in kernels]
-            if all((implementation_of(config) == WARP_SPECIALIZED) == specialized for config in choices):
+            choices = [choosing.choose(problem, kernel, gpu, kind).config for kernel in kernels]
+            if all(kind_of(implementation_of(config)) == kind for config in choices):
                 yield Contender(name, strategy, dict(zip(kernels, choices, strict=True)))
 
 
@@ -196,7 +197,7 @@ def forms(problem: Problem, rows: Iterable[Row]) -> dict[tuple[int, ...], tuple[
 def rows_of(problem: Problem, gpu: Gpu) -> list[Row]:
     """Those that could serve the forward, the one that does first."""
     chooser = choosing.Chooser(problem, gpu)
-    answer, _ = chooser.find("fwd", True)
+    answer, _ = chooser.find("fwd", WARP_SPECIALIZED_ROWS)
     if answer is None:
         return []
     serves = chooser.suited(answer).row

@@ -128,6 +128,38 @@ def test_a_kernel_is_two_files(tree: Path, run: Callable[..., str], tmp_path: Pa
     assert "sm80/streamed" in run("-c", "from fa2tune.compiling import registry; print(*registry.variants())")
 
 
+#: As CALL, with a scale that the environment names.
+SCALED_CALL = CALL.replace("causal=True", "causal=True, softmax_scale=scale").replace(
+    "mask=CAUSAL", "mask=CAUSAL, softmax_scale=scale"
+).replace("torch.manual_seed", 'scale = float(__import__("os").environ["SCALE"])\ntorch.manual_seed').replace(
+    '"error"', '"refused": [one.why for one in served.refused], "error"'
+)  # fmt: skip
+
+
+def test_a_forward_without_the_sign_of_the_scale_serves_calls_of_a_positive_one(
+    tree: Path, run: Callable[..., str], tmp_path: Path
+) -> None:
+    """Its row passes the tuner, whose calls have positive scales."""
+    toy(tree)
+    kernel = tree / "kernels" / "sm80" / "streamed.py"
+    edit(kernel, " NEGATE: tl.constexpr,", "")
+    edit(kernel, " NEGATE=NEGATE,", "")
+    edit(kernel, ', "NEGATE": spec.negate}', "}")
+    rows = tuned(run, tmp_path / "rows.sqlite", "--gpu", "a100", "--trials", "2")
+    Store(tmp_path / "toy.sqlite").put([row for row in rows if row.implementation == "toy"])
+    found = {
+        scale: json.loads(
+            run("-c", SCALED_CALL, TRITON_INTERPRET="1", FA2TUNE_CACHE=str(tmp_path / "toy.sqlite"), SCALE=scale)
+        )
+        for scale in ("0.2", "-0.2")
+    }
+    assert found["0.2"]["config"]["IMPLEMENTATION"] == "toy" and "LOADS" in found["-0.2"]["config"]
+    assert found["-0.2"]["refused"] == [
+        "sm80/streamed has no parameter NEGATE, and the call has a negative softmax_scale"
+    ]
+    assert max(one["error"] for one in found.values()) < 2e-3
+
+
 def test_a_dimension_is_one_line_and_older_rows_serve(tree: Path, run: Callable[..., str], tmp_path: Path) -> None:
     """The kernel itself need not change to be searched over one more dimension, only to do something with it. This one
     is of all portable kernels that loop over tiles."""
@@ -446,6 +478,28 @@ def test_a_gpu_is_one_row(tree: Path, run: Callable[..., str], tmp_path: Path) -
     rows = tuned(run, tmp_path / "rows.sqlite", "--gpu", "a100-toy", "--trials", "2")
     assert rows and {(row.key.gpu, row.key.sm_count, row.key.arch) for row in rows} == {("a100-toy", 96, 80)}
     assert "a100-toy" in run("-m", "fa2tune", "gpus")
+
+
+#: Tests that look at every kernel, term or GPU there is.
+EVERY = ("compiling/test_variants", "compiling/test_composition", "spec/test_score", "rows/test_pruned", "test_gpus")
+
+
+def test_tests_need_no_entry_of_what_is_added(tree: Path, run: Callable[..., str]) -> None:
+    for name in ("tests", "docs"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    toy(tree)
+    alternative(tree)
+    term = SOFTSIGN.replace("softsign", "bent").replace(
+        "=arguments)", "=arguments, numbered=False)"
+    )  # a name before others
+    (tree / "kernels" / "scores" / "bent.py").write_text(term, encoding="utf-8")
+    row = '    _gpu("a100-half", ("A100-HALF",), "ga100", 80, 96, 1410, 138.6, 69.3, 17.3, 40, 40, 1400),\n'
+    edit(tree / "fa2tune" / "catalogue.py", '    _gpu("a100-sxm-40gb",', f'{row}    _gpu("a100-sxm-40gb",')
+    path = f"{tree}{os.pathsep}{tree / 'tests'}"
+    files = [f"tests/{name}.py" for name in EVERY]
+    said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not are_shipped", *files, PYTHONPATH=path)
+    assert " passed" in said and "a100-half" in run("-m", "fa2tune", "gpus")
 
 
 OF_FWD = """

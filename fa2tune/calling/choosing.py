@@ -13,7 +13,15 @@ from functools import cache, partial
 from itertools import chain
 
 from fa2tune.calling.defaults import better_default, portable_default, small_tiles
-from fa2tune.calling.kinds import Kind, kind_of, kinds_in_turn, kinds_of, other_kind
+from fa2tune.calling.kinds import (
+    PORTABLE_ROWS,
+    WARP_SPECIALIZED_ROWS,
+    Kind,
+    kind_of,
+    kinds_in_turn,
+    kinds_of,
+    other_kind,
+)
 from fa2tune.calling.schedules import (
     few_split_schedule,
     forward_schedule,
@@ -126,7 +134,7 @@ class Chooser:
         self.node = node or toolchain()
         self._spec = problem.specialization
         self._ladders: dict[TuningKey, lookup.Ladder] = {}
-        self._chosen: dict[tuple[str, Kind], Choice] = {}
+        self._chosen: dict[tuple[str, Kind | None], Choice] = {}
         own = self.layers is not layers() or self.node is not toolchain()
         self._known = (Known if own else partial(_known, problem, gpu))(self.layers, self.node)
 
@@ -178,27 +186,27 @@ class Chooser:
             found[kernel] = better_default(kernel, self.problem, self.gpu)
         return found[kernel]
 
-    def _refusal(self, row: Row, kind: Kind) -> str | None:
+    def _refusal(self, row: Row, kind: Kind | None) -> str | None:
         """Why a kernel's row cannot serve, where those of a kind are asked for."""
         if (other := other_kind(row, kind)) is not None:
             return other
-        if kind_of(row.implementation) is True and forward_schedule.portable_is_faster(row.key.kernel, self.problem):
+        found = kind_of(row.implementation)
+        if found == WARP_SPECIALIZED_ROWS and forward_schedule.portable_is_faster(row.key.kernel, self.problem):
             return f"portable kernels were measured to be faster with {self.problem.score.kind}"
         # measurements stand behind that default (see fa2tune.calling.defaults), none behind the prediction
-        predicted_portable = row.obtained == PREDICTED and kind_of(row.implementation) is False
-        if predicted_portable and (better := self.better_default(row.key.kernel)):
-            name = "warp-specialised" if implementation_of(better) == WARP_SPECIALIZED else implementation_of(better)
+        if row.obtained == PREDICTED and found == PORTABLE_ROWS and (better := self.better_default(row.key.kernel)):
+            name = kind_of(implementation_of(better)).words
             return f"it was only predicted, for a portable kernel: the {name} default was measured to be faster"
         return self.fitted(row).refused
 
-    def find(self, kernel: str, kind: Kind = None) -> Lookup:
+    def find(self, kernel: str, kind: Kind | None = None) -> Lookup:
         """The best row of the ladder for one kernel. ``kind``: of which it has to be."""
         asked, found = (kernel, kind), self._known.found
         if asked not in found:
             found[asked] = lookup.choose(self.ladder(kernel), lambda row: self._refusal(row, kind))
         return found[asked]
 
-    def find_preferring(self, kernel: str, kind: Kind) -> Lookup:
+    def find_preferring(self, kernel: str, kind: Kind | None) -> Lookup:
         """The same; where no row of that kind can serve, a portable one stands in."""
         found = (self.find(kernel, one) for one in kinds_in_turn(kind))
         return next((one for one in found if one[0]), None) or self.find(kernel, kinds_in_turn(kind)[-1])
@@ -216,10 +224,10 @@ class Chooser:
         """Why a whole backward's row cannot serve, or None. ``large``: as ``packed_schedule.sums_too_large`` has it."""
         if row.strategy not in STRATEGIES:
             return f"the strategy {row.strategy!r:.40} is not known to this version"
-        if row.specialized != (WARP_SPECIALIZED in row.config.values()):
-            kind = "a" if row.specialized else "no"
+        if row.warp_specialized != (WARP_SPECIALIZED in row.config.values()):
+            kind = "a" if row.warp_specialized else "no"
             return f"it is filed as {row.filed_as}, with {kind} warp-specialised kernel, which contradicts its config"
-        if row.implementation != backward_implementation(row.specialized):
+        if row.implementation != backward_implementation(row.warp_specialized):
             return f"the implementation {row.implementation!r:.40} is not known to this version"
         if row.barred:
             return row.barred
@@ -238,8 +246,9 @@ class Chooser:
         if guessed and not (deterministic or large) and (better := self._fused_behind()):
             return f"it was only predicted, for split kernels: the fused {better} kernel was measured to be faster"
         for kernel in STRATEGIES[row.strategy]:
-            if (asked := kinds_of(row).get(kernel)) and not self.find(kernel, asked)[0]:
-                return f"no row of its {'warp-specialised' if asked is True else asked} {kernel} can serve this problem"
+            asked = kinds_of(row).get(kernel)
+            if asked and asked.special and not self.find(kernel, asked)[0]:
+                return f"no row of its {asked.words} {kernel} can serve this problem"
         return None
 
     def _fused_behind(self) -> str:
@@ -248,22 +257,22 @@ class Chooser:
         raced = (one.row for one in self.ladder(BACKWARD) if one.row.obtained != PREDICTED)
         best = next((row for row in raced if self.strategy_refusal(row, False) is None), None)
         kind = kinds_of(best).get(FUSED_KERNEL) if best else None
-        return "warp-specialised" if kind is True else kind or ""
+        return kind.words if kind and kind.special else ""
 
-    def strategy(self, deterministic: bool) -> tuple[str, Mapping[str, bool | str]]:
+    def strategy(self, deterministic: bool) -> tuple[str, Mapping[str, Kind]]:
         """(strategy, kernel -> the kind of its row), by the row of the whole backward; the strategy is "split" or "fused",
         split where there is no row (it is deterministic), and a kernel that the row does not name chooses by itself."""
         answer, _ = self.find_backward(deterministic)
         return (answer.row.strategy, kinds_of(answer.row)) if answer else (SPLIT, {})
 
-    def choose(self, kernel: str, kind: Kind = None) -> Choice:
+    def choose(self, kernel: str, kind: Kind | None = None) -> Choice:
         """The choice for one kernel: by the best row of the ladder, else the default. ``kind``: of which it is to be, where
         such a row can serve."""
         if (kernel, kind) not in self._chosen:
             self._chosen[kernel, kind] = self._choose(kernel, kind)
         return self._chosen[kernel, kind]
 
-    def _choose(self, kernel: str, kind: Kind) -> Choice:
+    def _choose(self, kernel: str, kind: Kind | None) -> Choice:
         answer, _ = self.find_preferring(kernel, kind)
         if answer is not None:
             return self.suited(answer)
@@ -324,7 +333,7 @@ class Chooser:
             choice = Choice(variant, own.row.config, answer.row, answer)
             return packed_schedule.of_backward(problem, answer.row.key.kernel, choice, self.gpu)
         by_schedule = forward_schedule.covers(variant) and not problem.extent.ragged
-        by_work = not problem.mask.measured and answer.row.specialized
+        by_work = not problem.mask.measured and answer.row.warp_specialized
         if not by_schedule and not by_work:
             choice = Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
             return fused_schedule.of_dense(problem, choice, self.gpu)
@@ -360,7 +369,7 @@ class Chooser:
 
 
 def choose(
-    problem: Problem, kernel: str, gpu: Gpu, kind: Kind = None, among: Sequence[reader.Layer] | None = None,
+    problem: Problem, kernel: str, gpu: Gpu, kind: Kind | None = None, among: Sequence[reader.Layer] | None = None,
     node: lookup.Toolchain | None = None,
 ) -> Choice:  # fmt: skip
     """``Chooser.choose`` for one kernel of a problem."""
@@ -410,6 +419,6 @@ def choose_backward(
 def strategy_of(
     problem: Problem, gpu: Gpu, deterministic: bool, among: Sequence[reader.Layer] | None = None,
     node: lookup.Toolchain | None = None,
-) -> tuple[str, Mapping[str, bool | str]]:  # fmt: skip
+) -> tuple[str, Mapping[str, Kind]]:  # fmt: skip
     """``Chooser.strategy`` of a problem."""
     return Chooser(problem, gpu, among, node).strategy(deterministic)

@@ -20,6 +20,7 @@ from fa2tune import gpus, uncollected
 from fa2tune.calling import arguments, backward_plans, choosing, copies, forward_plans, unseen, varlen_schedules
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.empty import NoKeys
+from fa2tune.calling.kinds import PORTABLE_ROWS
 from fa2tune.calling.refusals import cannot_be_had, is_refusal, without_frames
 from fa2tune.calling.saved import check_saved, of_offsets
 from fa2tune.calling.schedules import few_split_schedule
@@ -113,7 +114,7 @@ def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made]) -> Ma
     ladder: tuple[tuple[str, Callable[[str], Choice]], ...] = (
         ("", first.__getitem__),
         ("the row's own config", lambda kernel: first[kernel].of_row),
-        ("the best portable row", lambda kernel: chooser.choose(kernel, False)),
+        ("the best portable row", lambda kernel: chooser.choose(kernel, PORTABLE_ROWS)),
         ("default config", chooser.default),
         ("portable default", chooser.portable_default),
         ("small tiles", chooser.in_small_tiles),
@@ -123,7 +124,7 @@ def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made]) -> Ma
     formed = any(choice.otherwise is not None for choice in first.values())
     for name, chosen in ladder:
         choices = {kernel: chosen(kernel) for kernel in first}
-        asked = {kernel: (choice.config, choice.measured) for kernel, choice in choices.items()}
+        asked = {kernel: (choice.config, choice.triton) for kernel, choice in choices.items()}
         if asked in tried:
             continue
         tried.append(asked)

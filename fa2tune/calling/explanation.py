@@ -290,8 +290,8 @@ class Explanation:
         """Whether predicted rows would help: not where they would stand before what was measured for a near problem, nor where
         the warp-specialised default stands before them."""
         kernels = [served.kernel for served in self.kernels if served.status == DEFAULT]
-        specialized = any(defaults.specialized_default(kernel, self.problem, self.gpu) for kernel in kernels)
-        return self.status == DEFAULT and not specialized
+        faster = any(defaults.specialized_default(kernel, self.problem, self.gpu) for kernel in kernels)
+        return self.status == DEFAULT and not faster
 
     def _tune_command(self) -> str:
         """``fa2tune tune`` for what is not tuned."""

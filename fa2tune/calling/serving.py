@@ -136,7 +136,7 @@ def _nearest(chooser: Chooser, kernel: str) -> tuple[tuple[lookup.Differences, s
     return tuple((what, layer.name) for what, layer in lookup.near_misses(key, chooser.layers))
 
 
-def _served(chooser: Chooser, kernel: str, kind: Kind = None, choice: Choice | None = None) -> Served:
+def _served(chooser: Chooser, kernel: str, kind: Kind | None = None, choice: Choice | None = None) -> Served:
     """As the dispatcher finds it. ``kind``: as ``Chooser.choose`` has it; ``choice``: what serves in place of that."""
     (answer, refused), problem, gpu = chooser.find_preferring(kernel, kind), chooser.problem, chooser.gpu
     choice = choice or (chooser.suited(answer) if answer else chooser.default(kernel))
@@ -147,7 +147,7 @@ def _served(chooser: Chooser, kernel: str, kind: Kind = None, choice: Choice | N
     needed = [(*one, problem) for one in passes.runs(kernel, problem.specialization, choice, gpu.arch)]
     if parts > 1:
         needed += group_parts.needed(problem, gpu.arch)
-    found, unsplit, refused_tiles = _Runs(needed, gpu, choice.measured), "", None
+    found, unsplit, refused_tiles = _Runs(needed, gpu, choice.triton), "", None
     split, otherwise = None, in_row if choice.estimated else None
     if kernel == "fwd":
         split, unsplit = forward_plans.split_of(problem, choice, gpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -56,6 +57,18 @@ def said(error: Exception) -> str:
 
 
 NO_MASK = "no mask"
+
+
+class OneCall(click.Command):
+    """A command about one call: an option with a value may come once. click takes the last, and `fa2tune bench` takes each."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = Counter(self.make_parser(ctx).parse_args([*args])[2])
+        for option, times in given.items():
+            valued = isinstance(option, click.Option) and not (option.is_flag or option.multiple)
+            if valued and times > 1:
+                raise click.UsageError(f"{option.opts[0]}: got it {times} times, once is allowed", ctx)
+        return super().parse_args(ctx, args)
 
 
 def masks(neither: str) -> Callable[[Command], Command]:

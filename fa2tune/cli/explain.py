@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fa2tune.cli import _tables
-from fa2tune.cli._options import NO_MASK, head_dim, masks, named_mask, named_score, shown_errors, window
+from fa2tune.cli._options import NO_MASK, OneCall, head_dim, masks, named_mask, named_score, shown_errors, window
 from fa2tune.cli._output import echo
 from fa2tune.cli.cache.common import EVIDENCE_INDENT, console, describe_row, gpu_asked, is_here
 from fa2tune.fleet import lookup_cost
@@ -38,7 +38,7 @@ def _count(context: click.Context, option: click.Parameter, value: int | None) -
 PRECISIONS = ("ieee", "tf32")
 
 
-@click.command()
+@click.command(cls=OneCall)
 @click.option("--headdim", type=int, callback=head_dim, default=128, show_default=True, help="Head dim of Q and K.")
 @click.option("--headdim-v", type=int, callback=head_dim, help="Head dim of V.  [default: as --headdim]")
 @click.option("--seqlen", type=int, callback=_count, default=4096, show_default=True, help="Query length.")

@@ -88,7 +88,7 @@ class _Screen:
 
     def opened(self, job: Any, tasks: Sequence[Any]) -> None:
         searches = [
-            f"{f.variant.short_name} {f.spec.dtype} {f.trials} (from {count(len(f.space.legal.configs), 'legal config')})"
+            f"{f.variant.name} {f.spec.dtype} {f.trials} (from {count(len(f.space.legal.configs), 'legal config')})"
             for f in tasks
         ]
         self.line(f"{job.name}: candidates to compile: {', '.join(searches)}")
@@ -152,13 +152,16 @@ def _table(rows: Sequence[Row], width: int | None) -> Iterator[str]:
 
 
 def _reasons(rows: Sequence[Row]) -> list[str]:
-    """Per kernel, how many points each constraint or failure excluded: the largest number over the lengths."""
+    """Per implementation, how many points each constraint or failure excluded: the largest number over the lengths."""
+    from fa2tune.compiling.registry import implementations
+
     found: dict[str, dict[str, int]] = {}
     for row in rows:
-        mine = found.setdefault(row.key.kernel, {})
-        for reason, times in row.pruned.items():
-            mine[reason] = max(mine.get(reason, 0), times)
-    return [f"{kernel}: {pruned.counted(reasons)}" for kernel, reasons in found.items() if reasons]
+        if row.pruned:
+            mine = found.setdefault(implementations(row.key.kernel)[row.implementation].name, {})
+            for reason, times in row.pruned.items():
+                mine[reason] = max(mine.get(reason, 0), times)
+    return [f"{path}: {pruned.counted(reasons)}" for path, reasons in found.items()]
 
 
 def _without_a_row(report: Report) -> Iterator[str]:

@@ -51,7 +51,7 @@ class Choice:
         return self.few_tiles or self.otherwise is not None or bool(self.config.get("IN_ORDER"))
 
     @property
-    def measured(self) -> str:
+    def triton(self) -> str:
         """The version of Triton whose machine code the row was measured with; "": there is no row."""
         return self.row.triton if self.row else ""
 

@@ -87,10 +87,9 @@ _BACKWARDS = [(strategy, backward_implementation(special)) for strategy in STRAT
 def backward_hash(strategy: str, implementation: str, mask: str, named: tuple[str, ...] = ()) -> str:
     """Hash of every kernel that a whole backward of this strategy and implementation may run; 16 hex digits. ``named``: the
     implementations of its kernels that name themselves; the others do not count."""
-    specialized = implementation == WARP_SPECIALIZED
     names = [*having_role(BWD_DELTA)] if strategy == FUSED else []
     for kernel in STRATEGIES[strategy]:
-        wanted = {*named, *([WARP_SPECIALIZED] if specialized else [])}
+        wanted = {*named, *({implementation} & {WARP_SPECIALIZED})}
         names += [one.name for one in variants_of(kernel) if one.portable or wanted & set(one.implementations)]
     return hashlib.sha256("".join(kernel_hash(variant_named(name), mask) for name in names).encode()).hexdigest()[:16]
 

@@ -309,6 +309,15 @@ def refused_score(variant: Variant, spec: Specialization) -> str | None:
     return None
 
 
+def refused_scale(variant: Variant, spec: Specialization) -> str | None:
+    """Why a forward cannot compute a call's negative softmax_scale, or None. Kernels get the size of the scale, and the sign as
+    NEGATE. A backward, which takes ``do``, gets both in softmax_scale."""
+    forward = {"q", "k"} <= {*variant.tensors} and "do" not in variant.tensors
+    if spec.negate and forward and "NEGATE" not in variant.constexpr_names:
+        return f"{variant.short_name} has no parameter NEGATE, and the call has a negative softmax_scale"
+    return None
+
+
 def portable_config(kernel: str, spec: Specialization, arch: int) -> Config:
     """Of the portable variant: by pointer where descriptors cannot have packed sequences."""
     return portable_of(kernel).space.default(replace(spec, aligned=False) if spec.ragged else spec, arch)

@@ -54,6 +54,8 @@ def unsupported(variant: Variant, spec: Specialization, gpu: Gpu) -> Refusal | N
         return Refusal("mask", why)
     if (why := registry.refused_score(variant, spec)) is not None:
         return Refusal("score", why)
+    if (why := registry.refused_scale(variant, spec)) is not None:
+        return Refusal("scale", why)
     return None
 
 
@@ -69,8 +71,8 @@ def supports(variant: Variant, spec: Specialization, gpu: Gpu) -> bool:
 
 
 def _computes(role: str, name: str, spec: Specialization, arch: int) -> bool:
-    """Whether a kernel with a role does. The file of one that any GPU can run is not run for that: it computes every mask, and
-    every score term."""
+    """Whether a kernel with a role does. The file of one that any GPU can run is not run for that: it computes every mask,
+    score term and scale."""
     if not registry.texts()[name].runs_on(arch) or not _in_space(role, name, spec, arch):
         return False
     if name.startswith(f"{PORTABLE_FOLDER}/"):
@@ -81,7 +83,7 @@ def _computes(role: str, name: str, spec: Specialization, arch: int) -> bool:
     sees_scores = not SEES_SCORES.isdisjoint(variant.constexpr_names)
     if spec.scored and sees_scores and "APPLY" not in variant.constexpr_names:
         return False
-    return registry.refused_mask(variant, spec) is None
+    return registry.refused_mask(variant, spec) is None and registry.refused_scale(variant, spec) is None
 
 
 def companion_path(role: str, spec: Specialization, arch: int) -> str | None:

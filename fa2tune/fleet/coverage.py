@@ -109,7 +109,7 @@ class Need:
     answer: lookup.Answer | None
     mask: Mask = FULL  #: no row was measured with a window or chunks: rows without serve it
     score: Score = NONE  #: nor with a score term
-    specialized: bool = False  #: whether the documented default was measured to be faster than portable ones
+    default_is_faster: bool = False  #: whether the documented default was measured to be faster than portable ones
 
     @property
     def standing(self) -> str:
@@ -179,8 +179,8 @@ def needs(
                 answers[BACKWARD] = chooser.find_backward(False)[0]
             answers |= {kernel: chooser.find(kernel, kinds.get(kernel))[0] for kernel in STRATEGIES[strategy]}
         for kernel, answer in answers.items():
-            key, specialized = choosing.key_of(problem, kernel, gpu), bool(chooser.better_default(kernel))
-            found.append(Need(key, answer, problem.mask, problem.score, specialized))
+            key, faster = choosing.key_of(problem, kernel, gpu), bool(chooser.better_default(kernel))
+            found.append(Need(key, answer, problem.mask, problem.score, faster))
     return found
 
 
@@ -196,7 +196,7 @@ def commands(found: Iterable[Need], present: bool, cache: str | None = None) -> 
     measure = {
         _searched(need)
         for need in found
-        if need.standing == OTHER_ROW or (need.standing == NO_ROW and need.specialized)
+        if need.standing == OTHER_ROW or (need.standing == NO_ROW and need.default_is_faster)
     }
     gaps: dict[tuple[object, ...], tuple[set[str], set[int]]] = {}
     for need in found:

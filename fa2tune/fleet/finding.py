@@ -117,7 +117,7 @@ def parts_of(row: Row, among: Sequence[Row]) -> dict[str, Row | None]:
     for name in STRATEGIES.get(row.strategy, ()):
         key, named = row.key.with_(kernel=name), row.config.get(name)
         alike = [other for other in among if (other.key, other.obtained) == (key, row.obtained)]
-        alike = [other for other in alike if (other.implementation == named if named else not other.specialized)]
+        alike = [other for other in alike if (other.implementation == named if named else not other.warp_specialized)]
         found[name] = min(alike, key=lambda other: other.rank_us, default=None)
     return found
 

@@ -249,7 +249,7 @@ class Kernels:
                 shaped = {name: workspaces[new] for name, new in renamed.items() if new in workspaces}
                 bound = bind(
                     one.variant, one.problem, one.config, one.strides, softmax_scale, names, device_index,
-                    {**workspaces, **shaped}, {**scalars, **one.scalars}, choice.measured,
+                    {**workspaces, **shaped}, {**scalars, **one.scalars}, choice.triton,
                 )  # fmt: skip
                 made.setdefault(name_of, []).append((bound, [places[wanted[name]] for name in names]))
         launches = [one for of_kernel in made.values() for one in of_kernel]

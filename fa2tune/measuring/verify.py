@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fa2tune.compiling.registry import portable_config, variant_of
+from fa2tune.compiling.registry import portable_config, refused_scale, variant_of
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, worker
 from fa2tune.spec.key import WINDOW_SHARE
@@ -121,8 +121,13 @@ class Case:
     problem: Problem
     scale: float = 1.0
     outlier: bool = False
+    sign: int = 1  #: of softmax_scale
     #: (queries, keys) of packed sequences, which the problem's are together
     sequences: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def softmax_scale(self) -> float:
+        return float(self.sign * self.problem.head_dim**-0.5)
 
     def offsets(self, device: str) -> tuple[torch.Tensor, ...]:
         """Of queries and keys, where sequences are packed."""
@@ -167,7 +172,7 @@ def _answers(
     case: Case, device: str, gradients: bool
 ) -> tuple[reference.Inputs, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
     inputs = reference.make_inputs(case.problem, device, scale=case.scale, outlier=case.outlier)
-    options: dict[str, Any] = {"mask": case.problem.mask, "gradients": gradients}
+    options: dict[str, Any] = {"mask": case.problem.mask, "softmax_scale": case.softmax_scale, "gradients": gradients}
     if not case.sequences:
         return inputs, *reference.oracle_and_reference(inputs, **options)
     each = [reference.oracle_and_reference(one, **options) for one in _apart(case, inputs)]
@@ -194,7 +199,7 @@ def _rounded_off(case: Case, device: str) -> Mapping[str, torch.Tensor] | None:
     if case.problem.dtype != "fp32" or case.problem.precision != "ieee":
         return None
     inputs, oracle, _ = _answers(case, device, True)
-    return reference.rounded_off(inputs, oracle, mask=case.problem.mask)
+    return reference.rounded_off(inputs, oracle, mask=case.problem.mask, softmax_scale=case.softmax_scale)
 
 
 @contextmanager
@@ -215,27 +220,49 @@ def _strict(precision: str) -> Iterator[None]:
         matmul.fp32_precision = products
 
 
+#: (kernel, specialization, device) whose negative scale was right: it takes a binary of its own, which not every config is
+#: compiled again for.
+_NEGATED = set[tuple[str, Specialization, str]]()
+
+
 def check_forward(config: Config, spec: Specialization, device: str, small: bool = False) -> Errors:
     """Run the forward with ``config`` on every case, and with what it becomes for a few queries where that is another. Errors
-    of o and lse, each of its worst case. Raises WrongResult, CompileError, and whatever the launch raises.
+    of o and lse, each of its worst case. A kernel that computes a negative softmax_scale is run with one, too, until a config
+    of it is right. Raises WrongResult, CompileError, and whatever the launch raises.
 
     device: "cuda" or "cuda:1"; "cpu" needs a process under TRITON_INTERPRET=1."""
-    runs = [(case, config) for case in cases(spec, small=small)]
-    decoding = replace(runs[0][0].problem, seqlen_q=FEW_QUERIES, seqlen_k=MANY_KEYS)
-    suited = variant_of("fwd", config).suited(decoding, config)
+    variant, each = variant_of("fwd", config), cases(spec, small=small)
+    runs = [(case, config) for case in each]
+    decoding = replace(each[0].problem, seqlen_q=FEW_QUERIES, seqlen_k=MANY_KEYS)
+    suited = variant.suited(decoding, config)
     if suited != config and not spec.ragged:
         runs.append((Case(decoding), suited))
-    found = []
-    for case, its_config in runs:
-        with _strict(spec.precision):
-            inputs, oracle, same = _answers(case, device, False)
-            worker.report("launch")
-            q, k, v, mask = inputs.q, inputs.k, inputs.v, case.problem.mask
-            options = {"mask": mask, "softmax_scale": spec.head_dim**-0.5, "offsets": case.offsets(device)}
-            o, lse = passes.forward(q, k, v, **options, config=its_config)
-            worker.report("launched", LAUNCHED_SECONDS)
-        found.append(compare({"o": o, "lse": passes.lse_of(lse)}, oracle, same))
+    found = [_run_forward(case, its_config, spec, device) for case, its_config in runs]
+    negated = variant.name, spec, device
+    if refused_scale(variant, replace(spec, negate=True)) is None and negated not in _NEGATED:
+        try:
+            _run_forward(replace(each[0], sign=-1), config, spec, device)
+        except WrongResult as wrong:
+            raise WrongResult(f"with a negative softmax_scale, {wrong}") from None
+        _NEGATED.add(negated)
     return worst(found)
+
+
+def _run_forward(case: Case, config: Config, spec: Specialization, device: str) -> Errors:
+    """Errors of o and lse of one case."""
+    with _strict(spec.precision):
+        inputs, oracle, same = _answers(case, device, False)
+        worker.report("launch")
+        q, k, v, mask = inputs.q, inputs.k, inputs.v, case.problem.mask
+        options: dict[str, Any] = {"mask": mask, "softmax_scale": case.softmax_scale, "offsets": case.offsets(device)}
+        o, planes = passes.forward(q, k, v, **options, config=config)
+        worker.report("launched", LAUNCHED_SECONDS)
+    lse = passes.lse_of(planes)
+    found = compare({"o": o, "lse": lse}, oracle, same)
+    if lse is not planes:  # float32: what the backward takes, of which callers get the first plane alone
+        both = planes.double().sum(0).float()
+        compare_tensor("lse, both planes", both, oracle["lse"], same["lse"])
+    return found
 
 
 def check_backward(
@@ -245,7 +272,11 @@ def check_backward(
     dq, dk and dv, each of its worst case. Raises as ``check_forward``."""
     found = []
     for case in cases(spec, small=small):
-        options = {"mask": case.problem.mask, "softmax_scale": spec.head_dim**-0.5, "offsets": case.offsets(device)}
+        options: dict[str, Any] = {
+            "mask": case.problem.mask,
+            "softmax_scale": case.softmax_scale,
+            "offsets": case.offsets(device),
+        }
         with _strict(spec.precision):
             inputs, oracle, same = _answers(case, device, True)
             q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do

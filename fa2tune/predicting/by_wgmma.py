@@ -20,7 +20,7 @@ HEADS_PER_BAND = 16  #: heads of a band whose config leaves them to what L2 hold
 RINGS = ("STAGES", "K_STAGES", "V_STAGES")  #: dimensions that say how many tiles are under way
 
 
-def specialized(variant: Variant) -> bool:
+def warp_specialized(variant: Variant) -> bool:
     """Whether a kernel is one of these, and tuned."""
     return bool(variant.serves) and WARP_SPECIALIZED in variant.implementations
 

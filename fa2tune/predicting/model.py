@@ -464,7 +464,7 @@ def explain(
     owns_queries = limits.owns_queries(variant, binary.config)
     if calibration is CALIBRATION:
         calibration = calibration_of(variant, binary.config)
-    if by_wgmma.specialized(variant):
+    if by_wgmma.warp_specialized(variant):
         warps, groups = WARP_GROUP, by_wgmma.groups_of(binary.num_warps)
     tiling = tiles.tiling(owns_queries, problem, *by_wgmma.tile(binary.config, groups))
     if tiling.heads * tiling.tiles == 0:
@@ -484,14 +484,14 @@ def explain(
 
 def calibration_of(variant: Variant, config: Config) -> Calibration:
     """The constants of a kernel's config."""
-    if by_wgmma.specialized(variant):
+    if by_wgmma.warp_specialized(variant):
         return PERSISTENT if by_wgmma.persistent(variant, config) else WITH_PRODUCER
     return WRITTEN_OUT if by_mma_sync.written_out(variant) else CALIBRATION
 
 
 def knows(variant: Variant) -> bool:
     """Whether it predicts the time of a kernel's binaries."""
-    return variant.modelled or by_mma_sync.written_out(variant) or by_wgmma.specialized(variant)
+    return variant.modelled or by_mma_sync.written_out(variant) or by_wgmma.warp_specialized(variant)
 
 
 def predict(binary: Binary, problem: Problem, gpu: Gpu, loops: Sequence[sass.Loop] | None = None) -> float:

@@ -240,6 +240,7 @@ _LIMITS = {
     "call": "the kernel computes no call of this dtype, these head dims or this kind",
     "mask": "the kernel does not compute this mask",
     "score": "the kernel does not compute this score term",
+    "scale": "the kernel does not compute a negative scale",
     "extent": "the kernel does not compute packed sequences",
     "threads_per_block": "more threads than a block may have",
     "interpreter": "the kernel is written in Gluon, which has no interpreter",
@@ -291,7 +292,7 @@ def pruned(rows: Iterable[Row]) -> list[Pruned]:
     for row in rows:
         key = row.key
         mine = groups.setdefault((key.kernel, key.head_dim, key.gpu, key.head_dim_v, key.dtype, key.precision, key.kind,
-                                  row.specialized), Counter())  # fmt: skip
+                                  row.warp_specialized), Counter())  # fmt: skip
         for reason, count in row.pruned.items():
             mine[reason] = max(mine[reason], count)
     counts: dict[tuple[str, str], Counter[tuple[str, int]]] = {}

@@ -268,7 +268,10 @@ def candidates(key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolch
         fixed = _fixed(wider)
         narrow = max(padded_head_dim(key.head_dim), padded_head_dim(key.head_dim_v)) < NARROWEST
         rows = [
-            (layer, [row for row in _relatives(layer, fixed) if row.specialized or (row.names_itself and not narrow)])
+            (
+                layer,
+                [row for row in _relatives(layer, fixed) if row.warp_specialized or (row.names_itself and not narrow)],
+            )
             for layer in layers
         ]
         found = _sorted(wider, gpu_silicon, rows, toolchain)

@@ -27,6 +27,7 @@ WORDS: Mapping[str, str] = {
     "call": "a call that this kernel does not compute",
     "mask": "a mask that this kernel does not compute",
     "score": "a score term that this kernel does not compute",
+    "scale": "a negative scale, which this kernel does not compute",
     "extent": "packed sequences, which this kernel does not compute",
     "mma_shape": "block smaller than a tensor-core product",
     "shared_memory_of_tiles": "streamed tiles exceed shared memory",

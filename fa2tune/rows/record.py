@@ -270,7 +270,7 @@ def variant_2(row: Row) -> str:
     """What a row's implementation and strategy were up to version 2."""
     if row.key.kernel != BACKWARD:
         return row.implementation
-    return f"{row.strategy}_{WARP_SPECIALIZED}" if row.specialized else row.strategy
+    return f"{row.strategy}_{WARP_SPECIALIZED}" if row.warp_specialized else row.strategy
 
 
 def identity_2(row: Row) -> list[Any]:

@@ -93,7 +93,7 @@ class Row:
                 object.__setattr__(self, name, getattr(workload, name))
 
     @property
-    def specialized(self) -> bool:
+    def warp_specialized(self) -> bool:
         """Whether it rests on a warp-specialised kernel."""
         return self.implementation == WARP_SPECIALIZED
 
@@ -155,9 +155,9 @@ def digest_of(config: str) -> str:
     return hashlib.sha256(config.encode()).hexdigest()[:16]
 
 
-def backward_implementation(specialized: bool) -> str:
+def backward_implementation(warp_specialized: bool) -> str:
     """Of a whole backward, by whether one of its kernels is warp-specialised."""
-    return WARP_SPECIALIZED if specialized else PORTABLE
+    return WARP_SPECIALIZED if warp_specialized else PORTABLE
 
 
 def self_named(implementations: Iterable[Any]) -> tuple[str, ...]:
@@ -179,10 +179,10 @@ def hashed_as(kernel: str, implementation: str, mask: str, strategy: str = "", n
 def over_portable(row: Row, rows: Iterable[Row]) -> float | None:
     """How many times as fast a row with warp-specialised kernels is as the best portable row of its key, obtained alike; None
     where there is nothing to compare."""
-    if not row.specialized or not row.time_us:
+    if not row.warp_specialized or not row.time_us:
         return None
     alike = [
-        other for other in rows if (other.key, other.obtained) == (row.key, row.obtained) and not other.specialized
+        other for other in rows if (other.key, other.obtained) == (row.key, row.obtained) and not other.warp_specialized
     ]
     # implementations of a whole backward are compared with one default; times of one that was verified later have another clock
     leads = [other.gain for other in alike if other.gain]

@@ -17,12 +17,14 @@ from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.tuned import tuned
 
 #: The implementations of a kernel, each with a row of its own. Portable kernels read tiles by pointer or by descriptor, as
-#: their config entry LOADS says. Any other kernel names itself in its config by the one value of a dimension IMPLEMENTATION. A
-#: config without either is of the warp-specialised kernels for compute capability 9.0.
+#: their config entry LOADS says. Any other kernel names itself in its config by the one value of a dimension IMPLEMENTATION.
 POINTER, DESCRIPTOR, WARP_SPECIALIZED = "pointer", "descriptor", "warp_specialized"
 PORTABLE = "portable"  #: of a whole backward: none of its kernels is warp-specialised
 IMPLEMENTATIONS = (POINTER, DESCRIPTOR, WARP_SPECIALIZED)
 IMPLEMENTATION = "IMPLEMENTATION"
+#: What a config, or a search space, is of that has neither. So rows, studies and files of binaries hold those of kernels/sm90,
+#: from before kernels named themselves: with one entry more they would be other configs.
+UNNAMED = WARP_SPECIALIZED
 WARP_THREADS = 32
 WARP_GROUP = 4  #: warps that issue one wgmma together, one in each quarter of an SM
 WARPGROUP_THREADS = WARP_GROUP * WARP_THREADS
@@ -32,7 +34,7 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 def implementation_of(config: Config) -> str:
     """Which implementation a config of a tuned kernel is of: with the kernel's name it tells the Variant."""
-    return str(config.get("LOADS") or config.get(IMPLEMENTATION, WARP_SPECIALIZED))
+    return str(config.get("LOADS") or config.get(IMPLEMENTATION, UNNAMED))
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -84,7 +86,7 @@ class SearchSpace:
     @property
     def implementations(self) -> tuple[str, ...]:
         """Which implementations its configs are of."""
-        return tuple(self.dimensions.get("LOADS") or self.dimensions.get(IMPLEMENTATION, (WARP_SPECIALIZED,)))
+        return tuple(self.dimensions.get("LOADS") or self.dimensions.get(IMPLEMENTATION, (UNNAMED,)))
 
     def __post_init__(self) -> None:
         documented = self.default
@@ -233,7 +235,8 @@ class Variant:
 
     @property
     def short_name(self) -> str:
-        """Its path without the folder of portable kernels, as screens, studies, failure records and files of binaries say."""
+        """Its path without the folder of portable kernels, as studies, failure records, files of binaries and errors say. Where
+        the kernel's name (``serves``) is shown, too, ``name`` is: "fwd" is the kernel, "portable/fwd" an implementation."""
         return self.name.removeprefix(f"{PORTABLE_FOLDER}/")
 
     @property

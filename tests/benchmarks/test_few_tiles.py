@@ -7,6 +7,7 @@ from benchmark_scripts import script
 
 from fa2tune import gpus
 from fa2tune.calling import choosing
+from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
 from fa2tune.calling.schedules import grouped_schedule, key_splits_schedule
 from fa2tune.compiling import limits
 
@@ -21,7 +22,7 @@ def test_a_call_of_few_tiles_is_timed_by_what_would_serve_it(name: str) -> None:
     labels = [few_queries.label(config) for config in configs]
     assert len(set(labels)) == len(labels) <= 12
     assert sum(label.startswith("hopper") for label in labels) >= 4, labels
-    choice = choosing.choose(problem, "fwd", H200, True)
+    choice = choosing.choose(problem, "fwd", H200, WARP_SPECIALIZED_ROWS)
     tuned, chosen = choice.config, key_splits_schedule.config_of(problem, choice.config, H200, choice.row)
     assert chosen is None or few_queries.label(chosen) in labels
     for config in (tuned, *configs):
@@ -34,7 +35,7 @@ def test_they_span_what_the_choice_depends_on() -> None:
     assert {problem.group for problem in problems} >= {1, 4, 8}
     assert {problem.head_dim for problem in problems} >= {64, 128, 192, 256}
     assert {problem.mask.name for problem in problems} == {"full", "causal"}
-    choices = {problem: choosing.choose(problem, "fwd", H200, True) for problem in problems}
+    choices = {problem: choosing.choose(problem, "fwd", H200, WARP_SPECIALIZED_ROWS) for problem in problems}
     chosen = [key_splits_schedule.config_of(problem, one.config, H200, one.row) for problem, one in choices.items()]
     by_hopper = [split for split in chosen if split and key_splits_schedule.splitting(split).name == "sm90/fwd_split"]
     assert 0 < len(by_hopper) < len(chosen), "some for which it is predicted to be worth it, and some not"
@@ -47,7 +48,7 @@ def test_a_call_of_grouped_heads_is_timed_by_what_would_serve_it(name: str) -> N
     labels = [few_queries.label(config) for config in configs]
     assert len(set(labels)) == len(labels) <= 10
     assert sum(label.startswith("grouped") for label in labels) >= 3, labels
-    choice = choosing.choose(problem, "fwd", H200, True)
+    choice = choosing.choose(problem, "fwd", H200, WARP_SPECIALIZED_ROWS)
     chosen = grouped_schedule.instead_of(problem, choice.config, H200, choice.row)
     assert chosen is None or few_queries.label(chosen) in labels
     for config in configs:

@@ -12,6 +12,7 @@ from gpu_in_python import PythonGpu
 
 from fa2tune import gpus
 from fa2tune.calling import choosing
+from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
 from fa2tune.calling.schedules import group_parts_schedule
 from fa2tune.compiling import limits
 from fa2tune.launching import group_parts, passes
@@ -106,7 +107,7 @@ def test_raced_keys_in_parts() -> None:
     taken = 0
     for name, (packing, _) in choices.packings(choices.KEYS_IN_PARTS).items():
         problem, times = choices.posed(packing), raced[name]["us"]["fwd"]
-        choice = choices.choosing.choose(problem, "fwd", choices.H200, True)
+        choice = choices.choosing.choose(problem, "fwd", choices.H200, WARP_SPECIALIZED_ROWS)
         config = choices.packed_splits_schedule.config_of(problem, choice.config, choices.H200, choice.row)
         if config is None:
             assert min(times.values()) > 0.8 * times["chosen"], name

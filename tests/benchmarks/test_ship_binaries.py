@@ -197,14 +197,14 @@ def test_a_call_takes_the_row_whose_code_is_here_and_its_code(
     monkeypatch.setattr(precompiled, "triton_build", lambda: version)
     gpu = gpus.named("h200")
     choice = choosing.choose(problem, "fwd", gpu, among=reader.layers(), node=measured_code.toolchain(driver=""))
-    assert choice.measured == MADE
+    assert choice.triton == MADE
     for variant, config in passes.runs("fwd", problem.specialization, choice.config, 90):
         binary = compiler.binary_config(variant, config)
-        image, where = precompiled.find(variant, problem.specialization, binary, 90, choice.measured)
+        image, where = precompiled.find(variant, problem.specialization, binary, 90, choice.triton)
         assert where == str(path) and image is not None
     monkeypatch.setenv("FA2TUNE_KERNELS", "off")
     without = choosing.choose(problem, "fwd", gpu, among=reader.layers(), node=measured_code.toolchain(driver=""))
-    assert without.measured == (version or without.measured), "rows of the Triton that will compile"
+    assert without.triton == (version or without.triton), "rows of the Triton that will compile"
 
 
 @pytest.mark.parametrize("version", ["3.9.0", "4.0.0rc1", ""])
@@ -234,7 +234,7 @@ def test_the_grid_runs_what_was_measured_under_any_triton(
                 choice = choosing.choose(problem, kernel, gpu, kinds.get(kernel), layers, node)
                 for variant, config in passes.runs(kernel, problem.specialization, choice.config, 90):
                     binary = compiler.binary_config(variant, config)
-                    image, _ = precompiled.find(variant, problem.specialization, binary, 90, choice.measured)
+                    image, _ = precompiled.find(variant, problem.specialization, binary, 90, choice.triton)
                     assert image is not None or kernels == "off"
                     code = precompiled.code_of(variant, problem.specialization, binary, 90)
                     found[head_dim, mask, length, kernel, variant.name] = f"{code} {sorted(config.items())}"

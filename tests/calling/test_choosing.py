@@ -110,10 +110,10 @@ def test_the_choice_names_variant_config_and_row() -> None:
     chooser = Chooser(Problem("bf16", 2, 16, 16, 4096, 4096, 128, 128, CAUSAL), H200, node=Toolchain())
     found = chooser.choose("fwd")
     assert found is chooser.choose("fwd") and found == Chooser(chooser.problem, H200, node=Toolchain()).choose("fwd")
-    assert found.row is not None and found.answer is not None and found.measured == found.row.triton
+    assert found.row is not None and found.answer is not None and found.triton == found.row.triton
     assert found.variant.name == "sm90/fwd" and set(found.config) == set(found.variant.space.dimensions)
     nothing = Chooser(chooser.problem, H200, among=[]).choose("fwd")
-    assert (nothing.row, nothing.answer, nothing.step, nothing.measured) == (None, None, "default", "")
+    assert (nothing.row, nothing.answer, nothing.step, nothing.triton) == (None, None, "default", "")
 
 
 def test_another_problem_is_worked_out_anew_and_the_same_one_is_not() -> None:

@@ -126,7 +126,7 @@ def test_explain_says_what_is_copied():
     said = "TMA cannot address q, k and v: copied before the forward and the backward, which is expected to be faster."
     assert said in str(told)
     assert {tuple(one["copied"]) for one in told.as_dict()["kernels"]} == {NAMES}
-    assert told.kernels[0].row is not None and told.kernels[0].row.specialized
+    assert told.kernels[0].row is not None and told.kernels[0].row.warp_specialized
     small = serving.explain_problem(SMALL, H200, present=False)
     assert "copied" not in str(small) and small.kernels[0].config["LOADS"] == "pointer"
     some = serving.explain_problem(LARGE, H200, ("fwd",), present=False, strided=("k",))

@@ -253,7 +253,7 @@ def test_narrow_rows_cost_small_tiles_more() -> None:
     assert few_tiles.sector_cost(replace(wide, head_dim_v=40), config) > 1.0
     row = next(
         row for layer in choosing.layers() for row in layer.rows
-        if row.specialized and row.key.kernel == "fwd" and row.config["BLOCK_M"] == 64 and row.time_us
+        if row.warp_specialized and row.key.kernel == "fwd" and row.config["BLOCK_M"] == 64 and row.time_us
     )  # fmt: skip
     asked = replace(row.key.workload(), head_dim=24, head_dim_v=24)
     own = forward_schedule.predicted_us(asked, row, row.config, 132)

@@ -35,7 +35,7 @@ CONFIG = {"BLOCK_M": 128, "BLOCK_N": 128, "maxnreg": 0, "HEADS_PER_WAVE": 4, "RE
 def shipped() -> list[Row]:
     """Measured rows of the warp-specialised forward, bf16, as shipped for the H200."""
     layer = next(layer for layer in reader.layers() if layer.path.name == "h200.sqlite")
-    return [row for row in layer.rows if row.specialized and (row.key.kernel, row.key.dtype) == ("fwd", "bf16")]
+    return [row for row in layer.rows if row.warp_specialized and (row.key.kernel, row.key.dtype) == ("fwd", "bf16")]
 
 
 @cache

@@ -13,6 +13,7 @@ import pytest
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, serving
+from fa2tune.calling.kinds import PORTABLE_ROWS, WARP_SPECIALIZED_ROWS
 from fa2tune.calling.schedules import few_tiles, key_splits_schedule
 from fa2tune.compiling import limits
 from fa2tune.launching import key_splits
@@ -31,7 +32,7 @@ TUNED = {"BLOCK_M": 128, "BLOCK_N": 128, "maxnreg": 0}
 
 
 def split_of(problem, gpu=H200):
-    choice = choosing.choose(problem, "fwd", gpu, True)
+    choice = choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS)
     return key_splits_schedule.config_of(problem, choice.config, gpu, choice.row)
 
 
@@ -245,7 +246,7 @@ def test_score_terms_are_computed_by_the_warp_specialised_kernel():
 
 def test_splitting_by_the_warp_specialised_kernel_has_to_be_worth_its_margin(monkeypatch):
     time, _ = key_splits_schedule.hopper_best(CHUNK, H200)
-    choice = choosing.choose(CHUNK, "fwd", H200, True)
+    choice = choosing.choose(CHUNK, "fwd", H200, WARP_SPECIALIZED_ROWS)
     tuned = key_splits_schedule.ordinary_us(CHUNK, choice.config, H200, choice.row)
     assert time < (1 - key_splits_schedule.HOPPER_MARGIN) * tuned
     monkeypatch.setattr(key_splits_schedule, "HOPPER_MARGIN", 1 - 0.99 * time / tuned)
@@ -355,7 +356,7 @@ def test_causal_calls_of_one_turn_are_split_where_that_was_faster():
 def test_portable_tiles_of_the_same_sizes_as_warp_specialised_ones(asked, sizes):
     """They serve where those cannot be had, and do not take their times."""
     problem = replace(DECODING, heads_q=4, heads_kv=4, **asked)
-    choice = choosing.Chooser(problem, H200).choose("fwd", False)
+    choice = choosing.Chooser(problem, H200).choose("fwd", PORTABLE_ROWS)
     config = {**choice.config, **dict(zip(("BLOCK_M", "BLOCK_N", "maxnreg"), sizes, strict=True))}
     assert implementation_of(config) != WARP_SPECIALIZED
     assert few_tiles.expected_us(problem, config, H200.sm_count) is None
@@ -370,7 +371,7 @@ def test_short_prompts_keep_the_tuned_kernel():
     for case in cases:
         sizes = {name: value for name, value in case["shape"].items() if name not in ("space", "causal")}
         problem = Problem("bf16", head_dim_v=64, mask=CAUSAL, **sizes)
-        choice = choosing.choose(problem, "fwd", H200, True)
+        choice = choosing.choose(problem, "fwd", H200, WARP_SPECIALIZED_ROWS)
         shares.append(key_splits_schedule.ordinary_us(problem, choice.config, H200, choice.row) / case["chosen_us"])
         assert split_of(problem) is None
     assert min(shares) > 0.85 and max(shares) < 1.26

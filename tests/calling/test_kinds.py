@@ -10,7 +10,15 @@ from cache_rows import FULL as ROW
 
 from fa2tune import gpus
 from fa2tune.calling import choosing
-from fa2tune.calling.kinds import kind_of, kinds_in_turn, kinds_of, other_kind
+from fa2tune.calling.kinds import (
+    PORTABLE_ROWS,
+    WARP_SPECIALIZED_ROWS,
+    Kind,
+    kind_of,
+    kinds_in_turn,
+    kinds_of,
+    other_kind,
+)
 from fa2tune.compiling.registry import portable_of, variant_named
 from fa2tune.rows import reader
 from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, Row
@@ -20,6 +28,7 @@ from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, Problem
 A100 = gpus.named("a100")
 PROBLEM = Problem("bf16", 1, 16, 16, 2048, 2048, 128, 128, CAUSAL)
 SPEC = PROBLEM.specialization
+SM80_ROWS = Kind("sm80")
 
 
 def row(
@@ -78,28 +87,28 @@ def test_without_a_row_of_its_kernel_that_can_serve_the_whole_row_does_not_eithe
 
 def test_kinds() -> None:
     assert [kind_of(name) for name in ("warp_specialized", "pointer", "descriptor", "sm80")] == [
-        True,
-        False,
-        False,
-        "sm80",
+        WARP_SPECIALIZED_ROWS,
+        PORTABLE_ROWS,
+        PORTABLE_ROWS,
+        SM80_ROWS,
     ]
-    assert kinds_of(whole("sm80")) == {"bwd_fused": "sm80"}
-    assert [kinds_in_turn(kind) for kind in (None, False, True, "sm80")] == [
+    assert kinds_of(whole("sm80")) == {"bwd_fused": SM80_ROWS}
+    assert [kinds_in_turn(kind) for kind in (None, PORTABLE_ROWS, WARP_SPECIALIZED_ROWS, SM80_ROWS)] == [
         (None,),
-        (False,),
-        (True, False),
-        ("sm80", False),
+        (PORTABLE_ROWS,),
+        (WARP_SPECIALIZED_ROWS, PORTABLE_ROWS),
+        (SM80_ROWS, PORTABLE_ROWS),
     ]
 
 
 @pytest.mark.parametrize(
     ("one", "kind", "says"),
     [
-        (NEW, None, None), (NEW, "sm80", None), (OLD, False, None),
-        (OLD, "sm80", "the whole backward was measured with the sm80 kernel"),
-        (NEW, False, "the whole backward was not measured with the sm80 kernel"),
-        (OLD, True, "the whole backward was measured with a warp-specialised kernel"),
+        (NEW, None, None), (NEW, SM80_ROWS, None), (OLD, PORTABLE_ROWS, None),
+        (OLD, SM80_ROWS, "the whole backward was measured with the sm80 kernel"),
+        (NEW, PORTABLE_ROWS, "the whole backward was not measured with the sm80 kernel"),
+        (OLD, WARP_SPECIALIZED_ROWS, "the whole backward was measured with a warp-specialised kernel"),
     ],
 )  # fmt: skip
-def test_why_a_row_is_of_another_kind(one: Row, kind: object, says: str | None) -> None:
-    assert other_kind(one, kind) == says  # type: ignore[arg-type]
+def test_why_a_row_is_of_another_kind(one: Row, kind: Kind | None, says: str | None) -> None:
+    assert other_kind(one, kind) == says

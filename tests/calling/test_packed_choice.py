@@ -8,6 +8,7 @@ import pytest
 
 from fa2tune import gpus
 from fa2tune.calling import choosing
+from fa2tune.calling.kinds import PORTABLE_ROWS, WARP_SPECIALIZED_ROWS
 from fa2tune.calling.schedules import packed_schedule
 from fa2tune.compiling import limits, registry
 from fa2tune.launching.launch import _addressed
@@ -35,8 +36,8 @@ def posed(dim: int, mask: Mask = CAUSAL, dtype: str = "bf16", longest: int = 0, 
 def test_the_fused_hopper_backward_serves(dim: int, mask: Mask, dtype: str) -> None:
     for longest in (0, 512, 4096, 16384):
         problem = posed(dim, mask, dtype, longest)
-        assert choosing.strategy_of(problem, H200, False, node=NODE) == (FUSED, {"bwd_fused": True})
-        choice = choosing.choose(problem, "bwd_fused", H200, True, node=NODE)
+        assert choosing.strategy_of(problem, H200, False, node=NODE) == (FUSED, {"bwd_fused": WARP_SPECIALIZED_ROWS})
+        choice = choosing.choose(problem, "bwd_fused", H200, WARP_SPECIALIZED_ROWS, node=NODE)
         assert implementation_of(choice.config) == WARP_SPECIALIZED
         assert bwd_fused.PACKED.items() <= choice.config.items()
         variant = registry.variant_of("bwd_fused", choice.config)
@@ -51,7 +52,7 @@ def test_the_length_chooses_the_row() -> None:
         (6, 0, 3, 8192),
     ):
         problem = replace(posed(128), extent=Extent(RAGGED, sequences, longest, parts))
-        choice = choosing.choose(problem, "bwd_fused", H200, True, node=NODE)
+        choice = choosing.choose(problem, "bwd_fused", H200, WARP_SPECIALIZED_ROWS, node=NODE)
         assert choice.answer is not None and choice.answer.row.key.bucket == bucket
 
 
@@ -69,7 +70,7 @@ def test_the_length_chooses_the_row() -> None:
 )
 def test_the_portable_kernels_serve_the_rest(problem: Problem, deterministic: bool) -> None:
     strategy, kinds = choosing.strategy_of(problem, H200, deterministic, node=NODE)
-    assert strategy == SPLIT or not kinds["bwd_fused"]
+    assert strategy == SPLIT or kinds["bwd_fused"] == PORTABLE_ROWS
     for kernel in kinds:
         config = choosing.choose(problem, kernel, H200, kinds[kernel], node=NODE).config
         assert implementation_of(config) != WARP_SPECIALIZED
@@ -79,7 +80,7 @@ def test_the_portable_kernels_serve_the_rest(problem: Problem, deterministic: bo
 def test_the_hopper_backward_computes_score_terms(dim: int, deterministic: bool) -> None:
     problem = posed(dim, score=score_of(30.0))
     _, kinds = choosing.strategy_of(problem, H200, deterministic, node=NODE)
-    assert kinds and all(kinds.values())
+    assert {*kinds.values()} == {WARP_SPECIALIZED_ROWS}
 
 
 @pytest.mark.parametrize(
@@ -185,13 +186,13 @@ def test_a_pass_over_the_keys_is_for_calls_that_it_is_short_in(problem: Problem,
 def test_heads_share_a_band_where_few_tiles_would_end_unevenly() -> None:
     """One sequence of two key heads: with heads one by one the last head's longest tile would start last."""
     asked = sequences(1, (4, 2), (9209, 9209), 128, CAUSAL, 16384)
-    choice = choosing.choose(asked, "bwd_fused", H200, True, node=NODE)
+    choice = choosing.choose(asked, "bwd_fused", H200, WARP_SPECIALIZED_ROWS, node=NODE)
     assert choice.row is not None and choice.row.config["HEADS_PER_WAVE"] == 1 < choice.config["HEADS_PER_WAVE"]
     same = {name: value for name, value in choice.config.items() if name != "HEADS_PER_WAVE"}
     assert all(
         choice.row.config.get(name, value) == value for name, value in same.items() if name not in bwd_fused.PACKED
     )
-    many = choosing.choose(posed(128, longest=1024), "bwd_fused", H200, True, node=NODE)
+    many = choosing.choose(posed(128, longest=1024), "bwd_fused", H200, WARP_SPECIALIZED_ROWS, node=NODE)
     assert many.row is not None and many.config["HEADS_PER_WAVE"] == many.row.config["HEADS_PER_WAVE"]
 
 
@@ -199,9 +200,9 @@ def test_heads_share_a_band_where_few_tiles_would_end_unevenly() -> None:
 @pytest.mark.parametrize("dim", [72, 80, 96])
 def test_the_fused_backward_has_head_dims_in_parts_as_that_of_dense_calls(dim: int, mask: Mask) -> None:
     for longest in (512, 4096, 16384):
-        choice = choosing.choose(posed(dim, mask, longest=longest), "bwd_fused", H200, True, node=NODE)
+        choice = choosing.choose(posed(dim, mask, longest=longest), "bwd_fused", H200, WARP_SPECIALIZED_ROWS, node=NODE)
         assert choice.config["IN_PARTS"] and choice.config["REDUCE"] == "vector" and choice.config["num_warps"] == 4
-    whole = choosing.choose(posed(48, mask), "bwd_fused", H200, True, node=NODE)
+    whole = choosing.choose(posed(48, mask), "bwd_fused", H200, WARP_SPECIALIZED_ROWS, node=NODE)
     assert not whole.config["IN_PARTS"]
 
 
@@ -209,7 +210,7 @@ def test_bands_are_wider_where_all_that_they_have_in_use_stays_in_the_l2() -> No
     """Of 10934 tokens q, dO and the sums of dQ of four query heads are 28 MB; of 109340 ten times as much."""
     for rows, wider in ((10934, True), (109340, False)):
         asked = sequences(1, (8, 4), (rows, rows), 64, CAUSAL, 16384)
-        choice = choosing.choose(asked, "bwd_fused", H200, True, node=NODE)
+        choice = choosing.choose(asked, "bwd_fused", H200, WARP_SPECIALIZED_ROWS, node=NODE)
         own = choice.row.config["HEADS_PER_WAVE"] if choice.row is not None else 0
         assert (choice.config["HEADS_PER_WAVE"] > own) == wider
 
@@ -221,10 +222,10 @@ def test_where_windows_are_narrow_or_sequences_short_nothing_runs_overlapped(
     window: int, rows: int, count: int
 ) -> None:
     asked = sequences(count, (4, 4), (rows, rows), 128, band(window, 0), 0)
-    choice = choosing.choose(asked, "bwd_fused", H200, True, node=NODE)
+    choice = choosing.choose(asked, "bwd_fused", H200, WARP_SPECIALIZED_ROWS, node=NODE)
     assert choice.row is not None and choice.row.config["BESIDE"] and not choice.config["BESIDE"]
     wide = sequences(1, (4, 4), (39068, 39068), 128, band(4096, 0), 0)
-    choice = choosing.choose(wide, "bwd_fused", H200, True, node=NODE)
+    choice = choosing.choose(wide, "bwd_fused", H200, WARP_SPECIALIZED_ROWS, node=NODE)
     assert choice.row is not None and choice.config["BESIDE"] == choice.row.config["BESIDE"]
 
 
@@ -235,14 +236,14 @@ def test_of_short_sequences_nothing_runs_overlapped() -> None:
         (4, (4, 4), (2721, 2721), FULL), (67, (32, 4), (42226, 42226), CAUSAL),
     ):  # fmt: skip
         few = sequences(count, heads, rows, 128, mask, 1024)
-        choice = choosing.choose(few, "bwd_fused", H200, True, node=NODE)
+        choice = choosing.choose(few, "bwd_fused", H200, WARP_SPECIALIZED_ROWS, node=NODE)
         assert choice.row is not None and choice.row.config["BESIDE"]
         assert not choice.config["BESIDE"] and not choice.config["FINISH_BESIDE"]
         tiles = few.extent.tiles(1, rows[1], 128) * heads[1]
         assert choice.variant.programs(few, choice.config, H200.sm_count) == min(tiles, H200.sm_count)
         assert limits.before_compile(choice.variant, few.specialization, choice.config, H200) is None
     longer = sequences(2, (64, 16), (4845, 4887), 128, CAUSAL, 4096)
-    assert choosing.choose(longer, "bwd_fused", H200, True, node=NODE).config["BESIDE"]
+    assert choosing.choose(longer, "bwd_fused", H200, WARP_SPECIALIZED_ROWS, node=NODE).config["BESIDE"]
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])

@@ -13,6 +13,7 @@ import pytest
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, forward_plans, serving
+from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
 from fa2tune.calling.schedules import packed_grouped_schedule, packed_schedule, window_schedule
 from fa2tune.compiling import limits
 from fa2tune.fleet import precompile
@@ -50,7 +51,7 @@ WINDOW, SHORT = DRAWN[22][0], DRAWN[19][0]
 
 
 def chosen(problem: Problem) -> Config | None:
-    choice = choosing.choose(problem, "fwd", H200, True)
+    choice = choosing.choose(problem, "fwd", H200, WARP_SPECIALIZED_ROWS)
     found, refused = forward_plans.split_of(problem, choice, H200)
     assert refused == ""
     return found
@@ -133,7 +134,7 @@ def test_explain_and_precompile() -> None:
     found = serving.explain_problem(WINDOW, H200, ("fwd",))
     assert set(found.kernels[0].binaries or {}) == {"packed_order", "sm90/fwd_grouped"}
     assert "fwd: short sequences or a narrow window, so sm90/fwd_grouped runs instead" in str(found)
-    choice = choosing.choose(SHORT, "fwd", H200, True)
+    choice = choosing.choose(SHORT, "fwd", H200, WARP_SPECIALIZED_ROWS)
     listed = list(precompile._by_shape("fwd", SHORT, choice, 90))
     tiles = {config["MEMBERS"] for variant, config, _ in listed if variant.role == FWD_GROUPED}
     assert tiles == {2, 4, 8, 16, 32}

@@ -13,6 +13,7 @@ import pytest
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, forward_plans, serving
+from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
 from fa2tune.calling.schedules import key_splits_schedule, packed_lengths, packed_schedule, packed_splits_schedule
 from fa2tune.compiling import limits
 from fa2tune.fleet import precompile
@@ -42,7 +43,7 @@ LONG = DRAWN[45][0]  # 3762 tokens in 9, the longest 3309, one head of 64
 
 
 def chosen(problem: Problem) -> Config | None:
-    choice = choosing.choose(problem, "fwd", H200, True)
+    choice = choosing.choose(problem, "fwd", H200, WARP_SPECIALIZED_ROWS)
     found, refused = forward_plans.split_of(problem, choice, H200)
     assert refused == ""
     return None if found is None or key_splits.is_grouped(found) else found
@@ -61,7 +62,10 @@ def test_which_drawn_calls_take_them() -> None:
 def test_what_serves_otherwise_is_estimated_near_its_time(number: int) -> None:
     """By one long sequence among others that are alike; by lengths as they are mostly spread 45 and 85 have half of it."""
     problem, call = DRAWN[number]
-    choice, known = choosing.choose(problem, "fwd", H200, True), packed_splits_schedule.longest(problem)
+    choice, known = (
+        choosing.choose(problem, "fwd", H200, WARP_SPECIALIZED_ROWS),
+        packed_splits_schedule.longest(problem),
+    )
     assert known is not None
     us = packed_schedule.expected_us(problem, choice.config, H200, packed_lengths.one_long(problem, known[0]))
     assert us is not None and 0.75 < us / call["fwd"]["us"]["fa2tune"] < 1.4
@@ -120,7 +124,7 @@ def test_of_one_sequence_the_length_is_known() -> None:
 def test_they_have_to_be_worth_the_margin_and_no_loss_where_the_longest_is_shorter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    choice, margin = choosing.choose(LONG, "fwd", H200, True), packed_splits_schedule.MARGIN
+    choice, margin = choosing.choose(LONG, "fwd", H200, WARP_SPECIALIZED_ROWS), packed_splits_schedule.MARGIN
     known = packed_splits_schedule.longest(LONG)
     assert known is not None
     rounded = replace(LONG, seqlen_q=3840, seqlen_k=3840)
@@ -142,7 +146,7 @@ def test_explain_and_precompile() -> None:
     config = chosen(LONG)
     assert config is not None and key_splits_schedule.about(LONG, config) in str(found)
     assert "fwd: a long sequence in few tiles, so sm90/fwd_split runs instead" in str(found)
-    choice = choosing.choose(LONG, "fwd", H200, True)
+    choice = choosing.choose(LONG, "fwd", H200, WARP_SPECIALIZED_ROWS)
     listed = {(variant.short_name, config["BLOCK_M"] if variant.short_name == "sm90/fwd_split" else 0)
               for variant, config, _ in precompile._by_shape("fwd", LONG, choice, 90)}  # fmt: skip
     assert {("sm90/fwd_split", 64), ("sm90/fwd_split", 128), ("packed_order", 0), ("fwd_combine", 0)} <= listed

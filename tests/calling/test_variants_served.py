@@ -12,6 +12,7 @@ from tuner_runs import H200, SPEC
 from variant_fakes import DEFAULT
 
 from fa2tune.calling import choosing, dispatch, serving
+from fa2tune.calling.kinds import PORTABLE_ROWS, WARP_SPECIALIZED_ROWS
 from fa2tune.cli.explain import explain
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.compiling.registry import portable_of
@@ -58,7 +59,7 @@ def test_the_fastest_row_that_may_serve_does(user: Path) -> None:
     assert "refused   warp_specialized" in unaligned and "not multiples of 16 bytes" in unaligned
     problem = Problem("bf16", 4, 16, 16, 4096, 4096, 128, 128, CAUSAL)
     assert choosing.choose(problem, "fwd", H200).config == DEFAULT
-    assert choosing.choose(problem, "fwd", H200, kind=False).config["LOADS"] == DESCRIPTOR
+    assert choosing.choose(problem, "fwd", H200, kind=PORTABLE_ROWS).config["LOADS"] == DESCRIPTOR
     assert serving.served_by(problem, H200, backward=False) == {"fwd": "warp_specialized (1.20 x portable)"}
 
 
@@ -108,11 +109,11 @@ PROBLEM = Problem("bf16", 4, 16, 16, 4096, 4096, 128, 128, CAUSAL)
 
 def test_the_strategy_is_the_row_s_and_so_are_its_kernels(user: Path) -> None:
     Store(user).put(bwd_rows(with_kernels=True))
-    assert choosing.strategy_of(PROBLEM, H200, False) == ("fused", {"bwd_fused": True})
+    assert choosing.strategy_of(PROBLEM, H200, False) == ("fused", {"bwd_fused": WARP_SPECIALIZED_ROWS})
     # a portable row is faster by itself; the whole backward was measured with the other
-    assert choosing.choose(PROBLEM, "bwd_fused", H200, True).config == DEFAULT
+    assert choosing.choose(PROBLEM, "bwd_fused", H200, WARP_SPECIALIZED_ROWS).config == DEFAULT
     strategy, kinds = choosing.strategy_of(PROBLEM, H200, True)
-    assert strategy == "split" and kinds == {"bwd_dq": True, "bwd_dkdv": True}
+    assert strategy == "split" and kinds == dict.fromkeys(("bwd_dq", "bwd_dkdv"), WARP_SPECIALIZED_ROWS)
     said = explained("--pass", "bwd", "--deterministic")
     assert "config    split warp_specialized" in said and "refused   fused warp_specialized" in said
     assert said.count("config    warp_specialized") == 2
@@ -122,7 +123,7 @@ def test_a_strategy_whose_kernels_cannot_serve_gives_way(user: Path) -> None:
     Store(user).put(bwd_rows(with_kernels=True))
     unaligned = Problem(**{**{f: getattr(PROBLEM, f) for f in PROBLEM.__slots__}, "aligned": False, "tma": False})
     strategy, kinds = choosing.strategy_of(unaligned, H200, False)
-    assert strategy == "split" and kinds == {"bwd_dq": False, "bwd_dkdv": False}
+    assert strategy == "split" and kinds == dict.fromkeys(("bwd_dq", "bwd_dkdv"), PORTABLE_ROWS)
     said = explained("--pass", "bwd", "--unaligned", "--heads", 1, "--seqlen", 16, "--seqlen-k", 4096)
     assert "no row of its warp-specialised bwd_fused can serve this problem" in said
     Store(user).put(bwd_rows(with_kernels=False))

@@ -19,6 +19,7 @@ from pace import timed
 
 import fa2tune
 from fa2tune.cli import COMMANDS, _options, main
+from fa2tune.spec import scorefile
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "triton", "optuna", "sqlalchemy", "numpy", "matplotlib")
@@ -237,7 +238,7 @@ def test_a_call_with_a_score_term_is_explained() -> None:
         (("--score", "softcap"), "got 'softcap', softcap has 1 value: 'softcap,cap'"),
         (("--score", "softcap,0"), "got 'softcap,0.0', cap must be from 0.001"),
         (("--score", "softcap,x"), "got 'softcap,x', expected NAME or NAME,VALUE,...: numbers"),
-        (("--score", "soft"), "got 'soft', allowed are none, softcap"),
+        (("--score", "soft"), f"got 'soft', allowed are {', '.join(scorefile.names())}"),
         (("--mask", "chunked"), "got 'chunked', chunked has 1 value: 'chunked,chunk'"),
         (("--mask", "chunked,0"), "got 'chunked,0', chunk must be from 1"),
         (("--mask", "chunked,x"), "got 'chunked,x', expected NAME or NAME,VALUE,...: integers"),
@@ -247,6 +248,8 @@ def test_a_call_with_a_score_term_is_explained() -> None:
             "--mask: got full and --causal, one of --mask, --causal, --full and --window is",
         ),
         (("--mask", "chunked,8", "--window", "8,0"), "--mask: got chunked 8 and --window, one of --mask, --causal"),
+        (("--window", "8,4", "--window=3,3"), "--window: got it 2 times, once is allowed"),
+        (("--seqlen", "8", "--seqlen", "8", "--causal", "--causal"), "--seqlen: got it 2 times, once is allowed"),
     ],
 )
 def test_a_mask_or_a_score_term_by_name_that_is_none_is_refused(arguments: tuple[str, ...], why: str) -> None:

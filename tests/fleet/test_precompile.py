@@ -742,7 +742,7 @@ def test_a_full_disk_names_the_file_and_keeps_what_was_saved(
 def test_the_machine_code_of_rows_is_filed_once(
     one_key: Path, fake_builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [row for row in reader.read(one_key) if row.key.kernel in ("fwd", "bwd") and not row.specialized]
+    rows = [row for row in reader.read(one_key) if row.key.kernel in ("fwd", "bwd") and not row.warp_specialized]
     rows = replace_all(rows, triton=fingerprint.triton_version())
     path = tmp_path / "user.kernels"
     old = replace_all(rows, triton="3.5.0")

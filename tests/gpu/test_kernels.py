@@ -13,7 +13,7 @@ import fa2tune
 from fa2tune.calling import dispatch
 from fa2tune.compiling import limits
 from fa2tune.compiling.compiler import CompileError
-from fa2tune.compiling.registry import portable_of
+from fa2tune.compiling.registry import portable_of, variants_of
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import STRATEGIES, Problem, Specialization
@@ -131,6 +131,17 @@ def test_every_dimension_of_the_space(kernel, head_dim):
             if not isinstance(error, (OutOfResources, CompileError)):
                 raise
     assert tried >= 3
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bf16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32")])
+def test_the_check_of_a_forward_has_a_negative_scale_and_both_planes_of_lse(dtype, precision, monkeypatch):
+    monkeypatch.setattr(verify, "_NEGATED", set())
+    spec = Specialization(dtype, 64, 64, "causal", precision)
+    for variant in variants_of("fwd"):
+        config = variant.space.default(spec, ARCH)
+        if limits.before_compile(variant, spec, config, dispatch.gpu_of(0)) is None:
+            verify.check_forward(config, spec, "cuda")
+            assert (variant.name, spec, "cuda") in verify._NEGATED
 
 
 @pytest.mark.parametrize("strategy", ["split", "fused"])

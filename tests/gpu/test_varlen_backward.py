@@ -9,6 +9,7 @@ import torch
 
 import fa2tune
 from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
 from fa2tune.calling.schedules import group_parts_schedule
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import group_parts, passes
@@ -300,7 +301,7 @@ every_kind = pytest.mark.parametrize(
 def served_by_hopper(monkeypatch, form):
     """Calls take a Hopper backward, whatever the rows say."""
     chosen = choosing.Chooser.choose
-    kinds = dict.fromkeys(STRATEGIES[strategy_of(form)], True)
+    kinds = dict.fromkeys(STRATEGIES[strategy_of(form)], WARP_SPECIALIZED_ROWS)
     monkeypatch.setattr(dispatch, "BACKWARD_PLANS", {})
     monkeypatch.setattr(choosing.Chooser, "strategy", lambda *asked: (strategy_of(form), kinds))
 

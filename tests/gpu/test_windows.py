@@ -12,13 +12,14 @@ from benchmark_scripts import script
 
 import fa2tune
 from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS, kind_of
 from fa2tune.compiling import limits
 from fa2tune.compiling.registry import variant_of
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import FULL, Mask, mask_of
 from fa2tune.spec.problem import Problem
-from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
+from fa2tune.spec.variant import implementation_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 WINDOWS = ((128, 0), (0, 200), (65, 300), (None, 64), (700, None), (1000, 0))
@@ -87,7 +88,7 @@ def forms(head_dim):
     found = {}
     for layer in choosing.layers():
         for row in layer.rows:
-            if row.specialized and (row.key.kernel, row.key.head_dim) == ("fwd", head_dim):
+            if row.warp_specialized and (row.key.kernel, row.key.head_dim) == ("fwd", head_dim):
                 config = {**row.config, "HEADS_PER_WAVE": 4}
                 found[json.dumps(config, sort_keys=True)] = config
     return [found[name] for name in sorted(found)]
@@ -160,10 +161,10 @@ def test_the_hopper_backward_serves_windows(head_dim, deterministic):
     gpu = dispatch.gpu_of(0)
     for asked in hopper_cases.bounded("bf16", head_dim):
         strategy, kinds = choosing.strategy_of(asked, gpu, deterministic)
-        assert strategy == ("split" if deterministic or head_dim == 256 else "fused") and any(kinds.values())
-        for kernel, specialized in kinds.items():
-            found = choosing.choose(asked, kernel, gpu, specialized).config
-            assert (implementation_of(found) == WARP_SPECIALIZED) == specialized
+        assert strategy == ("split" if deterministic or head_dim == 256 else "fused")
+        assert WARP_SPECIALIZED_ROWS in kinds.values()
+        for kernel, kind in kinds.items():
+            assert kind_of(implementation_of(choosing.choose(asked, kernel, gpu, kind).config)) == kind
 
 
 @pytest.mark.xfail(

@@ -66,6 +66,36 @@ def test_a_gradient_of_the_wrong_head_is_caught(monkeypatch):
         verify.check("bwd_dq", portable_of("bwd_dq").space.default(spec, 80), spec, 80, "cpu", True)
 
 
+def test_a_kernel_that_ignores_the_sign_of_the_scale_is_caught(monkeypatch):
+    """Until one config of it is right, each is tried with a negative scale, which takes a binary of its own."""
+    spec, run = Specialization("fp16", 16, 16, "full"), []
+    forward, variant = passes.forward, portable_of("fwd")
+    monkeypatch.setattr(verify, "_NEGATED", set())
+    monkeypatch.setattr(passes, "forward", lambda *a, **k: (run.append(k["softmax_scale"]), forward(*a, **k))[1])
+    with monkeypatch.context() as patch:
+        patch.setitem(vars(variant), "constants", lambda _spec, _config: {"NEGATE": False})
+        with pytest.raises(verify.WrongResult, match="with a negative softmax_scale, o: max error"):
+            verify.check_forward(SMALL, spec, "cpu", True)
+    errors = verify.check_forward(SMALL, spec, "cpu", True)
+    assert run == 2 * [0.25, 0.25, -0.25]
+    assert verify.check_forward(SMALL, spec, "cpu", True) == errors and run[6:] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("second", [float("nan"), 0.01])
+def test_a_second_plane_of_lse_that_is_wrong_is_caught(monkeypatch, second):
+    """float32: callers get the first plane alone, the backward takes both."""
+    forward = passes.forward
+
+    def wrong(*arguments, **options):
+        o, lse = forward(*arguments, **options)
+        lse[1] += second
+        return o, lse
+
+    monkeypatch.setattr(passes, "forward", wrong)
+    with pytest.raises(verify.WrongResult, match="lse, both planes"):
+        verify.check_forward(SMALL, Specialization("fp32", 16, 16, "full"), "cpu", True)
+
+
 def test_torch_is_left_as_it_was():
     verify.check_forward(SMALL, Specialization("fp32", 16, 16, "full"), "cpu", True)
     assert not torch.are_deterministic_algorithms_enabled()

@@ -27,8 +27,8 @@ def rows() -> list:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_which_kernels_it_knows(kernel: str) -> None:
     variant = registry.implementations(kernel)[WARP_SPECIALIZED]
-    assert model.knows(variant) and by_wgmma.specialized(variant)
-    assert not by_wgmma.specialized(registry.portable_of(kernel))
+    assert model.knows(variant) and by_wgmma.warp_specialized(variant)
+    assert not by_wgmma.warp_specialized(registry.portable_of(kernel))
 
 
 def test_helpers_are_none_of_them() -> None:

@@ -524,7 +524,7 @@ def test_rules_of_one_name_keep_the_reason_of_their_kernel(monkeypatch: pytest.M
 
 def test_every_row_that_ships_has_the_reasons_of_its_own_kernel() -> None:
     rows = [row for path in reader.shipped_paths() for row in reader.read(path) if row.key.kernel != "bwd"]
-    assert {(row.key.kernel, row.specialized) for row in rows} <= set(facts.reasons())
+    assert {(row.key.kernel, row.warp_specialized) for row in rows} <= set(facts.reasons())
 
 
 def test_pruned_points_are_counted_once_a_search_task() -> None:

@@ -71,4 +71,7 @@ def test_counts_are_listed_with_the_most_first() -> None:
 
 def test_the_tuner_sums_reasons_up_in_words() -> None:
     rows = [row({"bucket": bucket}, pruned={"spills": count}) for bucket, count in ((512, 3), (1024, 5))]
-    assert _reasons(rows) == ["fwd: too many spills: 5"]
+    ampere = [row({"arch": 80}, implementation="sm80", pruned={"crash": 2}), row(pruned={})]
+    assert _reasons([*rows, *ampere]) == ["portable/fwd: too many spills: 5", "sm80/fwd: crash: 2"], (
+        "not of the kernel fwd"
+    )

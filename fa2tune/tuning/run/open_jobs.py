@@ -119,7 +119,7 @@ def unmodelled(plan: TuningPlan) -> list[str]:
         return any(limits.before_compile(variant, spec, config, gpu) is None for spec, config in configs)
 
     others = (one for kernel in plan.kernels for one in registry.variants_of(kernel) if not one.portable)
-    return [one.short_name for one in others if not model.knows(one) and runs(one)]
+    return [one.name for one in others if not model.knows(one) and runs(one)]
 
 
 def ahead(tasks: Sequence[SearchTask], waiting: Sequence[TuningJob], plan: TuningPlan) -> tuple[int, int]:

@@ -100,7 +100,8 @@ class SearchTask:
         if not self.variant.portable:
             stamp += f" variant={self.variant.short_name}"
         request = self.plan.request
-        seed = zlib.crc32(f"{request.seed} {self.title}".encode())  # tasks explore different points, and share winners
+        about = f"{request.seed} {self.variant.short_name} {self.short}"  # tasks explore different points, and share winners
+        seed = zlib.crc32(about.encode())
         studies = {}
         for number, (key, estimates) in enumerate(zip(self.keys, self.space.field_estimates, strict=True)):
             sampler = UnseenSampler(
@@ -127,7 +128,13 @@ class SearchTask:
 
     @property
     def title(self) -> str:
-        return f"{self.variant.short_name} {self.short}"
+        """With its implementation's path: "portable/fwd bf16 128 causal"."""
+        return f"{self.variant.name} {self.short}"
+
+    @property
+    def of_kernel(self) -> str:
+        """With the kernel, which all its implementations have: "fwd bf16 128 causal"."""
+        return f"{self.kernel} {self.short}"
 
     def pruned(self, key: TuningKey) -> dict[str, int]:
         """Reason -> points of the space that fell to it: by arithmetic, in an earlier run, when compiled, or when launched."""

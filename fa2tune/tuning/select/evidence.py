@@ -89,13 +89,13 @@ def backward_variants(rows: Iterable[Row], key: TuningKey) -> dict[tuple[str, st
     for strategy, kernels in STRATEGIES.items():
         for special in (False, True):
             able = {
-                kernel: [row for row in own if row.key.kernel == kernel and (special or not row.specialized)]
+                kernel: [row for row in own if row.key.kernel == kernel and (special or not row.warp_specialized)]
                 for kernel in kernels
             }
             if not all(able.values()):
                 continue
             best = {kernel: min(some, key=lambda row: row.rank_us) for kernel, some in able.items()}
-            if any(row.specialized for row in best.values()) == special:
+            if any(row.warp_specialized for row in best.values()) == special:
                 found[strategy, backward_implementation(special)] = best
     return found
 

@@ -35,7 +35,7 @@ class Final:
         #: whose defaults are the ones to beat; None: it has no legal config here
         self.portable = next((task for task in tasks if task.variant.portable), None)
         self.default = (self.portable or tasks[0]).default
-        self.title = f"{tasks[0].title} {key.bucket}"
+        self.title = f"{tasks[0].of_kernel} {key.bucket}"
 
     def task(self, implementation: str) -> SearchTask:
         return self._of[implementation]

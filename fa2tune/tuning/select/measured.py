@@ -67,7 +67,7 @@ class Measured:
             if sound:
                 token = " | ".join(task.studies[key].token for task in tasks)
                 tasks[0].studies[key].keep(SELECTED, token, rows)
-        self.log.put(key, rows, f"{tasks[0].title} {key.bucket}", NONE_RIGHT)
+        self.log.put(key, rows, f"{tasks[0].of_kernel} {key.bucket}", NONE_RIGHT)
         left.discard(key)
         for task in tasks:
             task.selected = not left

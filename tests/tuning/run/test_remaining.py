@@ -103,6 +103,8 @@ def test_counts_say_what_they_count(bench: Bench, monkeypatch: Any) -> None:
         bench, monkeypatch, ABSENT, "--seqlen", "512", "--trials", "1", "--dtype", "bf16", "--kernel", "fwd"
     )
     assert result.exit_code == 0
-    assert re.search(r"candidates to compile: fwd bf16 1 \(from \d+ legal configs\)", result.output), result.output
+    assert re.search(r"candidates to compile: portable/fwd bf16 1 \(from \d+ legal configs\)", result.output), (
+        result.output
+    )
     assert re.search(r"^1 of 1 candidate tried after", result.output, re.MULTILINE), result.output
     assert re.search(r"^1 candidate compiled in \d+ s, 1 result checked, 1 row, ", result.output, re.MULTILINE)

@@ -151,8 +151,8 @@ def test_the_command_prints_one_line_a_key_and_ends_in_a_table(bench, monkeypatc
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert "Not present: candidates are compiled for it" in lines[0]
-    assert sum(line.startswith("fwd bf16 128 causal") and "x portable default" in line for line in lines) == 2
-    assert any(line.startswith("fwd 128 causal: candidates to compile: fwd bf16 5 (from ") for line in lines)
+    assert sum(line.startswith("portable/fwd bf16 128 causal") and "x portable default" in line for line in lines) == 2
+    assert any(line.startswith("fwd 128 causal: candidates to compile: portable/fwd bf16 5 (from ") for line in lines)
     table = [line.split() for line in lines if line.startswith("fwd        ") or line.split()[:2] == ["fwd", "bf16"]]
     assert any(row[-2:] == ["predicted,", "interpreter"] and row[4] == "2048" for row in table)
     assert any("descriptor loads without TMA: " in line for line in lines) and f"cache: {path}" in lines

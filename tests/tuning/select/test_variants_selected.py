@@ -145,7 +145,7 @@ def test_finals_without_the_portable_variant(bench: Bench) -> None:
             variant=variant_named(name),
             space=SimpleNamespace(implementations=lambda: implementations),
             default={"of": name},
-            title=name,
+            of_kernel=name,
         )
 
     portable, other = one("portable/fwd", POINTER, DESCRIPTOR), one("sm90/fwd", WARP_SPECIALIZED)
