@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fa2tune.compiling.registry import variants
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -185,12 +184,3 @@ def test_no_function_on_the_host_is_longer_than_80_lines(path: Path) -> None:
 
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     assert not {function.name: lines(function) for function in functions if lines(function) > 80}
-
-
-@pytest.mark.parametrize("module", [each for each in MODULES if room(f"{each}.") == "kernels"])
-def test_no_device_function_has_more_than_16_parameters(module: str) -> None:
-    """But for a kernel, whose parameters are those of a launch: what travels together is a named tuple."""
-    kernels = {variant.kernel.fn.__name__ for variant in variants().values()}
-    functions = [node for node in ast.parse(MODULES[module].read_text()).body if isinstance(node, ast.FunctionDef)]
-    taken = {function.name: len(function.args.args) for function in functions if function.name not in kernels}
-    assert {name: count for name, count in taken.items() if count > 16} == {}
