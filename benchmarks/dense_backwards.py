@@ -248,7 +248,7 @@ def stored_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     config = bwd_dkdv_ds.of_row(problem, chosen(problem, gpu)[SPLIT_KERNEL][0].of_row.config)
 
     def slices(share: float) -> int:
-        return max(1, stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * share)))
+        return max(1, stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * share), gpu.arch))
 
     config["SLICES"] = slices(stored_ds_schedule.MOST_MEMORY)
     changes: dict[str, dict[str, Any]] = {

@@ -118,3 +118,9 @@ def companion_space(role: str, spec: Specialization, arch: int) -> ModuleType | 
     """The file of its search space, with the functions that roles.ROLES names; None: no kernel computes such a call."""
     name = companion_path(role, spec, arch)
     return None if name is None else registry.space_file(name)
+
+
+def companion_most(role: str, spec: Specialization, arch: int, dimension: str) -> int:
+    """The largest value that a dimension of its search space has; 0: no kernel computes such a call."""
+    space = companion_space(role, spec, arch)
+    return 0 if space is None else max(space.SPACE.dimensions[dimension])

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fa2tune.compiling.registry import space_file
-from fa2tune.compiling.support import companion, companion_path
+from fa2tune.compiling.support import companion, companion_most
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import Strides
 from fa2tune.launching.overlapped import DQ
-from fa2tune.search_spaces.sm90.bwd_dq_split import MOST_SPLITS
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.roles import BWD_DQ_COMBINE, BWD_DQ_SPLIT
@@ -23,17 +22,21 @@ from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, Workspaces
 
 def can(problem: Problem, tuned: Variant, arch: int) -> bool:
     """Whether keys can be split of a call whose dQ ``tuned`` makes."""
-    spec = problem.specialization
+    return most_parts(problem, tuned, arch) > 1
+
+
+def most_parts(problem: Problem, tuned: Variant, arch: int) -> int:
+    """Into how many parts at most; 1: into none."""
     if WARP_SPECIALIZED not in tuned.implementations or not problem.tma:
-        return False
-    return companion_path(BWD_DQ_SPLIT, spec, arch) is not None
+        return 1
+    return max(1, companion_most(BWD_DQ_SPLIT, problem.specialization, arch, "SPLITS"))
 
 
 def checked(problem: Problem, tuned: Variant, parts: int, arch: int) -> int:
     """ValueError: keys cannot be split like that."""
     if parts == 1:  # the kernel for more need not be imported
         return parts
-    most = MOST_SPLITS if can(problem, tuned, arch) else 1
+    most = most_parts(problem, tuned, arch)
     if not 1 <= parts <= most:
         raise ValueError(f"parts: got {parts} for {DQ}, allowed are 1 to {most}")
     return parts

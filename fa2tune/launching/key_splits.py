@@ -21,7 +21,7 @@ import torch
 
 from fa2tune.compiling.compiler import around
 from fa2tune.compiling.registry import role_kernel, space_file, variant_named
-from fa2tune.compiling.support import companion, companion_space
+from fa2tune.compiling.support import companion, companion_most, companion_space
 from fa2tune.launching import launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.launch import InterpretedChain, TensorPlace, Workspace, bind, chain, form, strides_of
@@ -36,7 +36,6 @@ from fa2tune.launching.passes import (
     without_batch,
     without_memory,
 )
-from fa2tune.search_spaces.portable.fwd_combine import MOST_SPLITS
 from fa2tune.spec.extent import WHOLE
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
@@ -108,9 +107,10 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
     spec: Specialization = problem.specialization
     configs = []
     if (space := space_of(problem, arch, FWD_SPLIT_GROUPED)) is not None:
-        sizes = ((rows, splits) for rows in space.tiles(spec, arch) for splits in (1, 2, MOST_SPLITS))
+        most = most_parts(problem, space, arch)
+        sizes = ((rows, splits) for rows in space.tiles(spec, arch) for splits in (1, 2, most) if splits <= most)
         configs += [space.config_of(spec, arch, problem.tma, *size) for size in sizes]
-    if (space := space_of(problem, arch, FWD_SPLIT)) is not None:
+    if (space := space_of(problem, arch, FWD_SPLIT)) is not None and most_parts(problem, space, arch) > 1:
         configs += [space.config_of(spec, rows, 2) for rows in space.tiles(spec, arch)]
     return [one for config in configs for one in kernels(problem, config, arch)]
 
@@ -121,6 +121,13 @@ def space_of(problem: Problem, arch: int, role: str) -> ModuleType | None:
     if (role != FWD_SPLIT_GROUPED and not problem.tma) or (role == FWD_GROUPED and problem.group < 2):
         return None
     return companion_space(role, problem.specialization, arch)
+
+
+def most_parts(problem: Problem, space: ModuleType, arch: int) -> int:
+    """Into how many parts a kernel with this file of its search space may split keys: as many as can be put together; 1:
+    none."""
+    combined = companion_most(FWD_COMBINE, plain(problem).specialization, arch, "SPLITS")
+    return max(1, min(combined, max(space.SPACE.dimensions["SPLITS"])))
 
 
 def split_tiles(problem: Problem, arch: int) -> tuple[int, ...]:

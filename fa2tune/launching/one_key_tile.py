@@ -13,14 +13,13 @@ from types import ModuleType
 import torch
 
 from fa2tune.compiling.registry import space_file
-from fa2tune.compiling.support import companion, companion_path
+from fa2tune.compiling.support import companion, companion_most, companion_path
 from fa2tune.launching import group_parts, launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import InterpretedChain, Strides, TensorPlace, bind, chain, form, strides_of
 from fa2tune.launching.passes import placed
 from fa2tune.launching.whole_backward import WholePlan
-from fa2tune.search_spaces.sm90.bwd_one_tile import KEYS
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.roles import BWD_ONE_TILE
 from fa2tune.spec.variant import Variant, Workspaces
@@ -41,7 +40,8 @@ def space_of(problem: Problem, arch: int) -> ModuleType:
 
 def can(problem: Problem, arch: int) -> bool:
     """The same of a call."""
-    return 1 <= problem.seqlen_k <= KEYS and able(problem, arch)
+    most = companion_most(BWD_ONE_TILE, problem.specialization, arch, "BLOCK_N") if problem.tma else 0
+    return 1 <= problem.seqlen_k <= most
 
 
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
@@ -96,7 +96,7 @@ def bound(
 
 
 class OneTilePlan(WholePlan):
-    """Needs 1 to KEYS keys."""
+    """Needs 1 to BLOCK_N keys."""
 
     bound = staticmethod(bound)
 

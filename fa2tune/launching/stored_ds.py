@@ -16,14 +16,14 @@ from typing import NamedTuple
 import torch
 
 from fa2tune.compiling.compiler import around
-from fa2tune.compiling.support import companion, companion_path
+from fa2tune.compiling.registry import space_file
+from fa2tune.compiling.support import companion, companion_most, companion_path
 from fa2tune.launching import launch
 from fa2tune.launching.cuda import Chain, Launch
 from fa2tune.launching.launch import Strides, Workspace, bind, form, strides_of
 from fa2tune.launching.passes import placed
 from fa2tune.launching.whole_backward import WholePlan
 from fa2tune.logs import warn_once
-from fa2tune.search_spaces.sm90.bwd_dkdv_ds import ds_shape
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem
 from fa2tune.spec.roles import BWD_STORED_DS
 from fa2tune.spec.variant import Variant, Workspaces
@@ -53,14 +53,24 @@ def able(problem: Problem, arch: int) -> bool:
     return problem.tma and companion_path(BWD_STORED_DS, problem.specialization, arch) is not None
 
 
-def ds_bytes(problem: Problem) -> int:
-    """Of dS, whole blocks."""
-    return math.prod(ds_shape(problem)) * ITEMSIZE[problem.dtype]
+def ds_shape(problem: Problem, arch: int) -> tuple[int, ...]:
+    """Of dS, whole blocks, as the kernel that makes it has it. ValueError: none can."""
+    shape: tuple[int, ...] = space_file(kernel(problem, arch).name).ds_shape(problem)
+    return shape
 
 
-def fewest_slices(problem: Problem, most_bytes: int) -> int:
+def ds_bytes(problem: Problem, arch: int) -> int:
+    return math.prod(ds_shape(problem, arch)) * ITEMSIZE[problem.dtype]
+
+
+def most_slices(problem: Problem, arch: int) -> int:
+    """That a call may run in; 0: no kernel computes it."""
+    return companion_most(BWD_STORED_DS, problem.specialization, arch, "SLICES")
+
+
+def fewest_slices(problem: Problem, most_bytes: int, arch: int) -> int:
     """Slices, each of whose dS takes so many bytes at most; 0: that of a single key head takes more."""
-    held = most_bytes // ds_bytes(Slice(0, 1, 0, 1).of(problem))  # key heads
+    held = most_bytes // ds_bytes(Slice(0, 1, 0, 1).of(problem), arch)  # key heads
     if held >= problem.heads_kv:
         return -(-problem.batch // (held // problem.heads_kv))
     return problem.batch * -(-problem.heads_kv // held) if held else 0
@@ -91,11 +101,11 @@ def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, 
     return [(*one, problem) for one in (*before, (main, config), *after)]
 
 
-def workspaces(problem: Problem, config: Config) -> Workspaces:
+def workspaces(problem: Problem, config: Config, arch: int) -> Workspaces:
     """Memory for delta, and for dS of the largest slice, which is the first."""
     largest = slices(problem, config["SLICES"])[0].of(problem)
     rows = problem.batch, problem.heads_q, problem.seqlen_q
-    return {"delta": (rows, "fp32"), "ds": (ds_shape(largest), "")}
+    return {"delta": (rows, "fp32"), "ds": (ds_shape(largest, arch), "")}
 
 
 def _begins(problem: Problem, one: Slice, strides: Strides) -> dict[str, int]:
@@ -113,7 +123,8 @@ def bound(
 ) -> tuple[Chain, list[torch.Tensor]]:
     """As ``WholePlan.bound``. Slices of one size share the launches that they are bound to."""
     strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
-    spaces, size = placed(workspaces(problem, config), tensors["q"].dtype, 0)
+    arch = launch.arch_of(device_index)
+    spaces, size = placed(workspaces(problem, config, arch), tensors["q"].dtype, 0)
     index = {name: nth for nth, name in enumerate(tensors)}
     #: (kernel, batch, heads) -> its launch, and the tensors that it takes
     known: dict[tuple[str, int, int], tuple[Launch, list[str]]] = {}
@@ -122,7 +133,7 @@ def bound(
     def add(variant: Variant, its_config: Config, posed: Problem, begins: Mapping[str, int]) -> None:
         key = variant.name, posed.batch, posed.heads_kv
         if key not in known:
-            ours = {**spaces, "ds": Workspace(ds_shape(posed), spaces["ds"].dtype, spaces["ds"].start)}
+            ours = {**spaces, "ds": Workspace(ds_shape(posed, arch), spaces["ds"].dtype, spaces["ds"].start)}
             memory = form(variant, posed.specialization, its_config).passed
             names = tuple(name for name, tensor in memory.items() if tensor in index or tensor in ours)
             launched = bind(variant, posed, its_config, strides, softmax_scale, names, device_index, ours)
@@ -133,7 +144,6 @@ def bound(
         begun = (begins.get(name, 0) for name in wanted)
         made.append((launched, [(which, start + more) for (which, start), more in zip(places, begun, strict=True)]))
 
-    arch = launch.arch_of(device_index)
     *before, main, dq = kernels(problem, config, arch)
     for one in before:
         add(*one, {})

@@ -38,7 +38,7 @@ class Role:
 
     what: str
     tensors: tuple[str, ...]  #: that its launch passes
-    #: dimensions of its search space that a launch or a schedule reads or sets
+    #: dimensions of its search space that a launch or a schedule reads or sets; the largest value is the most that it takes
     config: tuple[str, ...] = ()
     #: function of its search space's file, which has the kernel's own path -> its parameters. Without any, the kernel runs with
     #: the default config of its space
@@ -64,13 +64,13 @@ ROLES = {
     FWD_GROUPED: Role(
         "a forward whose tiles have the queries of MEMBERS heads of a key head as rows",
         ("q", "k", "v", "o", "lse"),
-        ("BLOCK_M", "BLOCK_N", "MEMBERS"),
+        ("BLOCK_M", "BLOCK_N", "MEMBERS", "maxnreg"),
         {"tiles": _ASKED, "config_of": ("spec", "rows", "keys", "members")},
     ),
     FWD_SPLIT: Role(
         "a forward whose keys are split into SPLITS parts, 2 or more; its tiles have the queries of one head",
         ("q", "k", "v", "o_parts", "stats"),
-        ("BLOCK_M", "BLOCK_N", "SPLITS"),
+        ("BLOCK_M", "BLOCK_N", "SPLITS", "maxnreg"),
         {"tiles": _ASKED, "config_of": ("spec", "rows", "splits")},
     ),
     FWD_SPLIT_GROUPED: Role(
@@ -97,14 +97,14 @@ ROLES = {
     BWD_DQ_SPLIT: Role(
         "dQ with keys in SPLITS parts, and delta",
         ("q", "k", "v", "o", "do", "lse", "delta", "dq_parts"),
-        ("SPLITS",),
+        ("BLOCK_N", "SPLITS"),
         {"fits": _ASKED, "config_of": ("spec", "splits")},
     ),
     BWD_DQ_COMBINE: Role("adds up these parts", ("dq_parts", "dq")),
     BWD_ONE_TILE: Role(
-        "a whole backward of at most 128 keys; in PARTS parts of queries, bwd_gather runs after",
+        "a whole backward of at most BLOCK_N keys, BLOCK_M queries at a time; in PARTS parts of these, bwd_gather runs after",
         ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv"),
-        ("HALVES", "PERSISTENT", "PARTS"),
+        ("BLOCK_M", "BLOCK_N", "HALVES", "PERSISTENT", "PARTS"),
         {
             "fits": _ASKED,
             "config_of": ("spec", "parts", "halves", "turns"),
@@ -116,7 +116,7 @@ ROLES = {
         "dK, dV and, in memory, dS transposed, in whole blocks of 64 x 64; the kernel after it makes dQ of dS",
         ("q", "k", "v", "do", "lse", "delta", "ds", "dk", "dv"),
         ("DQ_GROUPS", "SLICES"),
-        {"fits": _ASKED, "of_row": ("problem", "config")},
+        {"fits": _ASKED, "of_row": ("problem", "config"), "ds_shape": ("problem",)},
     ),
 }
 

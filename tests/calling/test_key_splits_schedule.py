@@ -18,6 +18,7 @@ from fa2tune.calling.schedules import few_tiles, key_splits_schedule
 from fa2tune.compiling import limits
 from fa2tune.launching import key_splits
 from fa2tune.search_spaces.portable import fwd_split
+from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
 from fa2tune.spec.extent import Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Problem
@@ -180,7 +181,7 @@ def test_chunks_of_a_prompt_take_the_warp_specialised_kernel():
         split = split_of(asked)
         assert key_splits_schedule.splitting(split).name == "sm90/fwd_split"
         programs = asked.query_tiles(split["BLOCK_M"]) * heads[0] * split["SPLITS"]
-        at_once = H200.sm_count * key_splits_schedule.hopper_split.HELD[split["BLOCK_M"]][0]
+        at_once = H200.sm_count * hopper_split.HELD[split["BLOCK_M"]][0]
         assert at_once / 2 < programs <= at_once, "one turn, of more than half of the GPU"
 
 
@@ -221,7 +222,7 @@ def test_estimates_of_the_warp_specialised_kernel_are_near_its_times():
         for case in HOPPER_CASES[half::2]:
             spec = posed(case).specialization
             for (rows, parts), us in hopper_times(case).items():
-                config = key_splits_schedule.hopper_split.config_of(spec, rows, parts)
+                config = hopper_split.config_of(spec, rows, parts)
                 errors.append(math.log(key_splits_schedule.split_us(posed(case), config, H200) / us))
         assert math.sqrt(sum(error**2 for error in errors) / len(errors)) < 0.09
 

@@ -153,7 +153,9 @@ def test_rows_that_begin_within_a_sector_have_more_tiles_under_way() -> None:
 def test_slices_count_heads_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a term that reads their numbers has one, or another kernel."""
     add_terms(monkeypatch)
-    many = next(problem for problem in CALLS.values() if stored_ds.fewest_slices(problem, int(H200.hbm_bytes / 64)) > 1)
+    many = next(
+        problem for problem in CALLS.values() if stored_ds.fewest_slices(problem, int(H200.hbm_bytes / 64), 90) > 1
+    )
     rows = tuple(choices(many)[DKDV].of_row.config.items())
     for score, found in ((Score("softcap", 5.0), True), (Score("alibi", 8), False)):
         assert (stored_ds_schedule._best(replace(many, score=score), rows, H200) is not None) == found

@@ -53,7 +53,7 @@ class StoredGpu(PythonGpu):
         assert all(config[name] in values for name, values in kernel.space.dimensions.items())
         plan: Any = type("Plan", (), {})()
         plan.chain, _ = stored_ds.bound(problem, tensors, SCALE, config, 0)
-        self.placed.append(stored_ds.placed(stored_ds.workspaces(problem, config), q.dtype, 0)[0])
+        self.placed.append(stored_ds.placed(stored_ds.workspaces(problem, config, 90), q.dtype, 0)[0])
         self.bound[:] = [self.of_launch[id(one)] for one, _ in plan.chain.launches]
         addresses = [self.place_values(name, tensor) for name, tensor in tensors.items()]
         self.run(plan, [*addresses, self.place_workspaces()])
@@ -122,23 +122,23 @@ def test_slices_have_the_bits_of_a_whole_call(gpu: StoredGpu) -> None:
 
 def test_how_a_call_is_sliced() -> None:
     problem = Problem("bf16", 3, 10, 5, 200, 300, 144, 144, FULL)
-    one = stored_ds.ds_bytes(replace(problem, batch=1, heads_q=2, heads_kv=1))
+    one = stored_ds.ds_bytes(replace(problem, batch=1, heads_q=2, heads_kv=1), 90)
     assert one == 2 * 2 * 256 * 320
     for most, count, sizes in (
         (15 * one, 1, [(3, 5)]), (14 * one, 2, [(2, 5), (1, 5)]), (9 * one, 3, [(1, 5)] * 3),
         (4 * one, 6, [(1, 3), (1, 2)] * 3), (2 * one, 9, [(1, 2), (1, 2), (1, 1)] * 3), (one, 15, [(1, 1)] * 15),
     ):  # fmt: skip
-        assert stored_ds.fewest_slices(problem, most) == count
+        assert stored_ds.fewest_slices(problem, most, 90) == count
         found = stored_ds.slices(problem, count)
         assert [(each.batches, each.heads) for each in found] == sizes
-        assert max(stored_ds.ds_bytes(each.of(problem)) for each in found) <= most
+        assert max(stored_ds.ds_bytes(each.of(problem), 90) for each in found) <= most
         whole = {
             (each.batch + b, each.head + h) for each in found for b in range(each.batches) for h in range(each.heads)
         }
         assert len(whole) == 15
-        asked = stored_ds.workspaces(problem, {"SLICES": count})["ds"]
+        asked = stored_ds.workspaces(problem, {"SLICES": count}, 90)["ds"]
         assert 2 * math.prod(asked[0]) <= most
-    assert stored_ds.fewest_slices(problem, one - 1) == 0
+    assert stored_ds.fewest_slices(problem, one - 1, 90) == 0
 
 
 def test_the_same_bits_each_run(gpu: StoredGpu) -> None:

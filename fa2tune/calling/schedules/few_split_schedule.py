@@ -17,7 +17,7 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching.overlapped import DKDV, DQ
 from fa2tune.launching.passes import ACCUMULATES_DQ
 from fa2tune.search_spaces.lib.hopper import block_dims, columns
-from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq, bwd_one_tile
+from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq
 from fa2tune.spec.problem import Problem
 
 #: Microseconds of a block (64 keys of 128 queries, 64 queries of 128 keys) by kernel: what tuned rows of 128 columns grow by
@@ -37,14 +37,12 @@ FORM = "few tiles, so by split kernels"
 
 
 def covers(problem: Problem, fused: Mapping[str, Choice]) -> bool:
-    """Whether a call is like those that were raced. Of keys of one tile a kernel of its own makes all of the backward."""
+    """Whether a call is like those that were raced, of more keys than one tile."""
     if set(fused) != {ACCUMULATES_DQ} or problem.is_empty:
         return False
     if not fused_schedule.covers(fused[ACCUMULATES_DQ].variant, problem):
         return False
-    return (
-        problem.group == 1 and max(block_dims(problem.specialization)) == 128 and problem.seqlen_k > bwd_one_tile.KEYS
-    )
+    return problem.group == 1 and max(block_dims(problem.specialization)) == 128 and problem.seqlen_k > MOST_KEYS
 
 
 def chosen(choices: Mapping[str, Choice]) -> bool:

@@ -15,11 +15,10 @@ from fa2tune.calling.schedules import few_tiles, forward_schedule, key_splits_sc
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import grouped_tiles, is_grouped, kernels, space_of, splitting
 from fa2tune.rows.row import Row
-from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.search_spaces.sm90.fwd import in_parts
 from fa2tune.spec import visits
 from fa2tune.spec.mask import FULL
-from fa2tune.spec.problem import ITEMSIZE, Config, Problem
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, head_dim_parts
 from fa2tune.spec.roles import FWD_GROUPED
 from fa2tune.spec.variant import Variant
 
@@ -49,10 +48,20 @@ SIZES, MOST_MEMBERS = ((64, 64), (128, 64)), 32
 MOST_TILES, MOST_WIDE_TILES = 64, 128
 
 
+def query_heads(problem: Problem, config: Config) -> int:
+    """Heads that tiles have, counted over a batch entry: of each key head so many query heads at once."""
+    return problem.heads_kv * -(-problem.group // config["MEMBERS"])
+
+
+def _programs(problem: Problem, config: Config) -> int:
+    """Tiles."""
+    return problem.query_tiles(config["BLOCK_M"] // config["MEMBERS"]) * query_heads(problem, config)
+
+
 def _rows_of_heads(problem: Problem, config: Config) -> tuple[Problem, Config]:
     """The same tiles as those of a problem of ungrouped heads, whose tiles have as many queries. Tiles of a window or a chunk
     visit the blocks of as many keys, all of them whole."""
-    heads, queries = fwd_grouped.query_heads(problem, config), config["BLOCK_M"] // config["MEMBERS"]
+    heads, queries = query_heads(problem, config), config["BLOCK_M"] // config["MEMBERS"]
     posed = replace(problem, heads_q=heads, heads_kv=heads)
     if window_schedule.covers(problem):
         keys = config["BLOCK_N"]
@@ -93,8 +102,10 @@ def memory_us(problem: Problem, gpu: Gpu) -> float:
 
 def candidates(problem: Problem, arch: int) -> Iterator[Config]:
     """Tiles of SIZES, of as many heads as there are or fewer."""
+    if (space := space_of(problem, arch, FWD_GROUPED)) is None:
+        return
     for size in (one for one in grouped_tiles(problem, arch) if one in SIZES):
-        for members in fwd_grouped.MEMBERS:
+        for members in space.SPACE.dimensions["MEMBERS"]:
             if members <= MOST_MEMBERS and members < 2 * problem.group:
                 yield tiles_of(problem, arch, size, members)
 
@@ -116,7 +127,7 @@ def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
         return None
     least = min(time for time, _ in found)
     near = (one for one in found if one[0] <= (1 + key_splits_schedule.AS_NEAR) * least)
-    return max(near, key=lambda one: (one[1]["BLOCK_M"], one[1]["BLOCK_N"], -fwd_grouped.programs(problem, one[1])))
+    return max(near, key=lambda one: (one[1]["BLOCK_M"], one[1]["BLOCK_N"], -_programs(problem, one[1])))
 
 
 @lru_cache(maxsize=1024)
@@ -128,7 +139,7 @@ def _ungrouped_us(problem: Problem, gpu: Gpu) -> float:
 
 def _columns(problem: Problem) -> int:
     """Columns of K and V, of all parts."""
-    return sum(fwd_grouped.columns(problem.specialization))
+    return sum(head_dim_parts(problem.head_dim)) + sum(head_dim_parts(problem.head_dim_v))
 
 
 def asked(problem: Problem, gpu: Gpu) -> bool:

@@ -19,12 +19,10 @@ from fa2tune.calling.schedules.few_tiles import FULL_TILE
 from fa2tune.compiling.registry import variant_of
 from fa2tune.compiling.support import companion_space
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import role_of, space_of, splitting
+from fa2tune.launching.key_splits import most_parts, role_of, space_of, splitting
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.lib.hopper import columns as hopper_columns
-from fa2tune.search_spaces.portable import fwd_split
 from fa2tune.search_spaces.sm90 import fwd
-from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS
 from fa2tune.spec import visits
 from fa2tune.spec.mask import FULL
@@ -127,7 +125,7 @@ def _busy_us(problem: Problem, work: TileWork, gpu: Gpu) -> float:
     for one another, what the busiest multiprocessor computes or loads, or what all of them take from memory."""
     loaded = work.keys * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]  # bytes a block
     pace = work.pace
-    slower = 1 / NARROW_RATE if work.columns <= NARROW and work.rows > fwd_split.ROWS[0] else 1.0
+    slower = 1 / NARROW_RATE if work.columns <= NARROW and work.rows > ALONE_ROWS else 1.0
     peak = (
         gpu.peak(problem.dtype, problem.precision) * 1e6 * pace.rate / slower / gpu.sm_count
     )  # operations a microsecond
@@ -172,14 +170,16 @@ def split_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds with keys split as a config of a kernel for that says, estimated."""
     rows, keys, splits = config["BLOCK_M"], config["BLOCK_N"], config["SPLITS"]
     if _is_hopper(config):
-        pace, held = HOPPER_PACES[tile_order.widest(problem)], hopper_split.HELD[rows][0]
+        pace, held = HOPPER_PACES[tile_order.widest(problem)], PROGRAMS[config["maxnreg"]]
         columns = sum(hopper_columns(problem.specialization, config))
-        programs, sharing = hopper_split.programs(problem, config), -(-problem.seqlen_q // rows) * problem.group
+        programs = problem.query_tiles(rows) * problem.heads_q * splits
+        sharing = -(-problem.seqlen_q // rows) * problem.group
         rows_of_group = rows * problem.group
     else:
         pace = WHOLE_32 if (rows, splits) == (32, 1) else PORTABLE_PACES[rows]
         held, columns = _held(problem.specialization, rows, gpu), _padded(problem)
-        programs, sharing = fwd_split.programs(problem, config), -(-problem.seqlen_q * problem.group // rows)
+        sharing = -(-problem.seqlen_q * problem.group // rows)
+        programs = sharing * problem.heads_kv * problem.batch * splits
         rows_of_group = rows
     # of one turn the longest program decides
     blocks = -(-_blocks(problem, rows_of_group, keys, programs <= gpu.sm_count * held) // splits)
@@ -220,9 +220,10 @@ def candidates(problem: Problem, arch: int) -> Iterator[Config]:
     spec, all_rows = problem.specialization, problem.seqlen_q * problem.group
     if (space := space_of(problem, arch, FWD_SPLIT_GROUPED)) is None:
         return
-    for rows in space.tiles(spec, arch):
-        if all_rows <= LEAST_TILE_ROWS if rows == fwd_split.ROWS[0] else rows < 2 * all_rows:
-            yield from _splits(problem, rows, 1, partial(space.config_of, spec, arch, problem.tma, rows))
+    tiles, most = space.tiles(spec, arch), most_parts(problem, space, arch)
+    for rows in tiles:
+        if all_rows <= LEAST_TILE_ROWS if rows == min(tiles) else rows < 2 * all_rows:
+            yield from _splits(problem, rows, (1, most), partial(space.config_of, spec, arch, problem.tma, rows))
 
 
 def hopper_candidates(problem: Problem, arch: int) -> Iterator[Config]:
@@ -230,24 +231,31 @@ def hopper_candidates(problem: Problem, arch: int) -> Iterator[Config]:
     spec = problem.specialization
     if forward_schedule.portable_is_faster("fwd", problem) or (space := space_of(problem, arch, FWD_SPLIT)) is None:
         return
+    most = most_parts(problem, space, arch)
     for rows in space.tiles(spec, arch):
-        yield from _splits(problem, rows * problem.group, 2, partial(space.config_of, spec, rows))
+        yield from _splits(problem, rows * problem.group, (2, most), partial(space.config_of, spec, rows))
 
 
-def _splits(problem: Problem, rows: int, fewest: int, config: Callable[[int], Config]) -> Iterator[Config]:
-    """Of the numbers of parts that leave the longest part as long the least. ``rows``: of a tile, those of a group counted."""
+def _splits(
+    problem: Problem, rows: int, between: tuple[int, int], config: Callable[[int], Config]
+) -> Iterator[Config]:  # fmt: skip
+    """Of the numbers of parts that leave the longest part as long the least. ``rows``: of a tile, those of a group counted;
+    ``between``: the fewest parts, and the most."""
+    fewest, most = between
     blocks, longest = _blocks(problem, rows, config(fewest)["BLOCK_N"]), 0
     of_several = config(2)
-    for splits in range(fewest, min(blocks, fwd_split.MOST_SPLITS) + 1):
+    for splits in range(fewest, min(blocks, most) + 1):
         if -(-blocks // splits) != longest:
             longest = -(-blocks // splits)
             yield config(splits) if splits == 1 else {**of_several, "SPLITS": splits}
 
 
 @lru_cache(maxsize=1024)
-def best(problem: Problem, gpu: Gpu) -> tuple[float, Config]:
-    """(estimated microseconds, config) of the fastest split by the portable kernel; fewer parts where two are as fast."""
-    return _fastest(problem, gpu, candidates(problem, gpu.arch))
+def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
+    """(estimated microseconds, config) of the fastest split by the portable kernel; fewer parts where two are as fast; None:
+    none computes this call."""
+    found = list(candidates(problem, gpu.arch))
+    return _fastest(problem, gpu, found) if found else None
 
 
 @lru_cache(maxsize=1024)
@@ -301,10 +309,9 @@ def config_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = None
     if not few and not hopper_asked:
         return None
     otherwise, split = ordinary_us(problem, config, gpu, row), None
-    if few:
-        time, found = best(problem, gpu)
-        if time < (1 - (SHORT_MARGIN if _short(problem) else MARGIN)) * otherwise:
-            otherwise, split = time, found
+    share = 1 - (SHORT_MARGIN if _short(problem) else MARGIN)
+    if few and (found := best(problem, gpu)) and found[0] < share * otherwise:
+        otherwise, split = found
     if hopper_asked and (other := hopper_best(problem, gpu)):
         by_longest = 0.0 if split else _by_longest_us(problem, config, gpu)
         if other[0] < max((1 - HOPPER_MARGIN) * otherwise, (1 - MARGIN) * by_longest):

@@ -19,7 +19,6 @@ from fa2tune.launching import one_key_tile
 from fa2tune.launching.overlapped import DKDV, DQ
 from fa2tune.launching.passes import ACCUMULATES_DQ
 from fa2tune.search_spaces.lib.hopper import block_dims
-from fa2tune.search_spaces.sm90 import bwd_one_tile
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem
 from fa2tune.spec.variant import Variant
@@ -69,10 +68,15 @@ def _moved(problem: Problem, config: Config) -> float:
     return problem.batch * (rows + keys) * ITEMSIZE[problem.dtype]
 
 
-def _begun_with(problem: Problem) -> float:
+def _blocks(problem: Problem, config: Config) -> int:
+    """Query blocks of a key head, over all of its query heads."""
+    return -(-problem.seqlen_q // config["BLOCK_M"]) * problem.group
+
+
+def _begun_with(problem: Problem, config: Config) -> float:
     """Bytes that a program waits for before its first products: all start at a time, and share the memory."""
     columns = problem.head_dim + problem.head_dim_v
-    rows = min(2 * bwd_one_tile.ROWS, problem.seqlen_q * problem.group)
+    rows = min(2 * config["BLOCK_M"], problem.seqlen_q * problem.group)
     return ITEMSIZE[problem.dtype] * (problem.seqlen_k * columns + rows * (columns + problem.head_dim_v))
 
 
@@ -85,8 +89,8 @@ def one_tile_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     rate = gpu.hbm_gbs * 1e3 * MEMORY_RATE
     tiles, at_once = problem.batch * problem.heads_kv * parts, gpu.sm_count // halves
     turns = -(-tiles // at_once)
-    waits = WAITED * min(tiles, at_once) * _begun_with(problem) / rate
-    busy = turns * share * (pace.ends + -(-bwd_one_tile.blocks(problem) // parts) * pace.block)
+    waits = WAITED * min(tiles, at_once) * _begun_with(problem, config) / rate
+    busy = turns * share * (pace.ends + -(-_blocks(problem, config) // parts) * pace.block)
     busy += pace.start + waits if in_turns else turns * waits
     gathered = GATHER_US + -(-parts // fused_schedule.GATHERED) * GATHERED_US if parts > 1 else 0.0
     return LAUNCH_US + gathered + max(busy, _moved(problem, config) / rate)
@@ -95,10 +99,11 @@ def one_tile_us(problem: Problem, config: Config, gpu: Gpu) -> float:
 def candidates(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     """In one part, also with programs that take turns, and in as many as TURNS asks for."""
     spec, space = problem.specialization, one_key_tile.space_of(problem, gpu.arch)
-    blocks, heads = bwd_one_tile.blocks(problem), problem.batch * problem.heads_kv
+    heads, most = problem.batch * problem.heads_kv, max(space.SPACE.dimensions["PARTS"])
     for halves in space.halves_of(spec):
         counts = {int(turns * gpu.sm_count) // (heads * halves) for turns in TURNS}
-        for parts in sorted({1} | {min(count, blocks, bwd_one_tile.MOST_PARTS) for count in counts if count}):
+        blocks = _blocks(problem, space.config_of(spec, 1, halves))
+        for parts in sorted({1} | {min(count, blocks, most) for count in counts if count}):
             yield space.config_of(spec, parts, halves)
     if space.can_take_turns(spec) and heads > gpu.sm_count:
         yield space.config_of(spec, 1, turns=True)

@@ -21,7 +21,7 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching import dq_parts, group_parts
 from fa2tune.launching.overlapped import DKDV, DKDV_FIRST, DQ, DQ_AT_ONCE, DQ_FIRST
 from fa2tune.search_spaces.lib.hopper import block_dims, columns
-from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq, bwd_dq_split
+from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
@@ -284,10 +284,11 @@ def key_parts(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[st
     ``order_of`` has them, with no part of dQ."""
     if problem.extent.ragged or not covers(problem, choices):
         return 1
-    if not dq_parts.can(problem, choices[DQ].variant, gpu.arch):
+    if (most := dq_parts.most_parts(problem, choices[DQ].variant, gpu.arch)) == 1:
         return 1
-    tiles, blocks = _dq_tiles(problem, choices[DQ]), -(-problem.seqlen_k // bwd_dq_split.BLOCK_N)
-    most = min(blocks, bwd_dq_split.MOST_SPLITS, MOST_BYTES // _sum_bytes(problem, 1))
+    keys = dq_parts.kernels(problem, most, gpu.arch)[0][1]["BLOCK_N"]
+    tiles, blocks = _dq_tiles(problem, choices[DQ]), -(-problem.seqlen_k // keys)
+    most = min(blocks, most, MOST_BYTES // _sum_bytes(problem, 1))
     counts = {min(int(turns * gpu.sm_count) // tiles.number, most) for turns in TURNS} - {0, 1}
 
     def time(splits: int) -> float:
@@ -303,8 +304,8 @@ def key_parts(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[st
 def all_kernels(problem: Problem, choice: Choice, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What may run in place of dQ's kernel, whatever a call's batch, heads and lengths are."""
     wide = max(block_dims(problem.specialization)) > 128 and problem.mask in (CAUSAL, FULL)
-    able = wide and dq_parts.can(problem, choice.variant, arch)
-    return dq_parts.kernels(problem, bwd_dq_split.MOST_SPLITS, arch) if able else []
+    most = dq_parts.most_parts(problem, choice.variant, arch) if wide else 1
+    return dq_parts.kernels(problem, most, arch) if most > 1 else []
 
 
 def about(order: str) -> str:

@@ -20,7 +20,7 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching import stored_ds
 from fa2tune.launching.overlapped import DKDV, DQ
 from fa2tune.search_spaces.lib.hopper import columns
-from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dkdv_ds
+from fa2tune.search_spaces.sm90 import bwd_dkdv
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem
 from fa2tune.spec.variant import Variant
@@ -41,7 +41,6 @@ MARGIN, AT_A_TIME_MARGIN = 0.05, 0.08
 #: Share of the GPU's memory that dS may take. Calls of more run in slices, whose kernels fill the GPU less: with half of it two
 #: sliced calls took 6 and 9 % longer, with twice as much 2 % less.
 MOST_MEMORY = 1 / 64
-MOST_SLICES = max(bwd_dkdv_ds.SPACE.dimensions["SLICES"])
 
 
 def _main_tiles(problem: Problem, config: Config) -> Tiles:
@@ -91,8 +90,8 @@ def configs(problem: Problem, row: Config) -> list[Config]:
 def _best(problem: Problem, row: tuple[tuple[str, object], ...], gpu: Gpu) -> tuple[float, Config] | None:
     """(Estimated microseconds, config) of the fastest; None: dS of a single key head takes too much memory, or the call too
     many slices, or several for a score term that reads which head or sequence it is."""
-    count = stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * MOST_MEMORY))
-    if not 1 <= count <= (1 if problem.score.numbered else MOST_SLICES):
+    count = stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * MOST_MEMORY), gpu.arch)
+    if not 1 <= count <= (1 if problem.score.numbered else stored_ds.most_slices(problem, gpu.arch)):
         return None
     found = [{**config, "SLICES": count} for config in configs(problem, dict(row))]
     return min(((stored_us(problem, config, gpu), config) for config in found), key=lambda one: one[0], default=None)
