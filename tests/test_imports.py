@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "fa2tune": ROOT / "fa2tune",
