@@ -61,17 +61,14 @@ class MaskHooks:
     #: whether the last key that a query sees is at most one behind the last one of the query before. Where it is not stated,
     #: no kernel begins with a tile before the one in front is done
     diagonal: bool = False
+    masked: bool = field(init=False)  #: whether any query may see less than all keys
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "masked", self.left or self.right)
         if isinstance(self.row_mask, str):
             self.row_mask_of(())
         if len(self.values) > MOST_VALUES:
             raise ValueError(f"values: got {len(self.values)} of mask {self.name}, kernels take up to {MOST_VALUES}")
-
-    @property
-    def masked(self) -> bool:
-        """Whether any query may see less than all keys."""
-        return self.left or self.right
 
     @property
     def bounded(self) -> dict[str, bool]:

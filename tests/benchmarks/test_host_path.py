@@ -46,7 +46,7 @@ def frames(call: Callable[[], object]) -> int:
 MOST = {
     "MHA, forward": 9, "GQA, forward": 9, "decode": 17, "varlen, forward": 18, "MHA, forward + backward": 38,
     "GQA, forward + backward": 40, "window, forward + backward": 38, "varlen, forward + backward": 48, "layout bshd": 9,
-    "flash_attn_func": 19, "flash_attn_varlen_func": 27, "FlashAttention-4's": 18, "Transformers": 18,
+    "flash_attn_func": 19, "flash_attn_varlen_func": 27, "FlashAttention-4's": 18, "Transformers": 19,
     "Transformers, packed": 42,
 }  # fmt: skip
 
@@ -67,7 +67,7 @@ def test_a_new_length_costs_less_than_a_new_kind_of_call() -> None:
     """The bound is on what a length changes: schedules, splits, and the arguments of launches."""
     for name, make in host_path.lengths().items():
         first, *rest = (frames(make(length)) for length in (1200, 1201, 1202, 1203))
-        assert max(rest) < 1200 and max(rest) < 0.8 * first, name
+        assert max(rest) < 1220 and max(rest) < 0.8 * first, name
 
 
 def test_the_script_prints_a_line_for_each() -> None:
