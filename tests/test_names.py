@@ -91,16 +91,48 @@ def test_a_fact_stands_once() -> None:
 
 
 def test_no_kernel_is_named_by_its_path() -> None:
-    """What launches one asks for what it serves, or for its role (spec/roles.py)."""
+    """What launches one asks for what it serves, or for its role (spec/roles.py). Nor does it import its search space, but for
+    SHARED_FORMAT, and in schedules MODELLED."""
     folders = {path.name for path in (ROOT.parent / "kernels").iterdir()}
     found: dict[str, list[str]] = defaultdict(list)
     for file, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                folder, _, name = node.value.partition("/")
-                if folder in folders and name.isidentifier():
-                    found[node.value].append(file)
+        allowed = SHARED_FORMAT | (MODELLED if file.startswith("calling/schedules/") else set())
+        for name in [*paths_in(tree), *spaces_in(tree)]:
+            folder, _, kernel = name.partition("/")
+            if folder in folders - {"lib"} and kernel.isidentifier() and name not in allowed:
+                found[name].append(file)
     assert dict(found) == {}
+
+
+#: What several kernels and the host agree on, of which no kernel can have one of its own: entries of orders of tiles.
+SHARED_FORMAT = {"portable/packed_order"}
+#: Tuned kernels, of whose time calling/schedules has a model: constants that are fitted to the kernel itself.
+MODELLED = {"sm90/fwd", "sm90/bwd_fused", "sm90/bwd_dq", "sm90/bwd_dkdv", "sm80/bwd_fused"}
+
+
+def paths_in(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def spaces_in(tree: ast.Module) -> Iterator[str]:
+    """Paths of kernels whose search spaces, or files, are imported, in either way of importing one."""
+    for node in ast.walk(tree):
+        names = [one.name for one in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        within = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for name in [within, *(f"{within}{one}" for one in names)]:
+            parts = name.rstrip(".").split(".")
+            if parts[0] == "fa2tune" and parts[1:2] in (["search_spaces"], ["kernels"]):
+                yield "/".join(parts[2:4])
+
+
+def test_an_import_of_a_search_space_is_seen_however_it_is_written() -> None:
+    source = (
+        "from fa2tune.search_spaces.sm90 import fwd, fwd_split\nfrom fa2tune.search_spaces.sm90.bwd_dq import rows\n"
+    )
+    found = {*spaces_in(ast.parse(f"{source}import fa2tune.kernels.portable.fwd\n"))}
+    assert {"sm90/fwd", "sm90/fwd_split", "sm90/bwd_dq", "portable/fwd"} <= found
 
 
 def test_one_file_times_by_events() -> None:

@@ -153,7 +153,7 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
     others += split_backward_schedule.forms(problem, own)
     for other in others:
         yield from ((*one, problem) for one in runs(kernel, spec, replace(choice, config=other), arch))
-    if kernel in group_parts.MAKE_DK_DV:
+    if kernel in group_parts.MAKE_DK_DV and group_parts.can(problem, arch):
         yield from group_parts.helpers(problem, arch)
     if kernel in (overlapped.DQ, passes.ACCUMULATES_DQ):
         yield from one_tile_schedule.all_kernels(problem, arch)

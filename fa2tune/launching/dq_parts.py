@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fa2tune.compiling.registry import space_file
-from fa2tune.compiling.support import companion, companion_most
+from fa2tune.compiling.support import companion, companion_most, companion_path
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import Strides
 from fa2tune.launching.overlapped import DQ
@@ -28,6 +28,8 @@ def can(problem: Problem, tuned: Variant, arch: int) -> bool:
 def most_parts(problem: Problem, tuned: Variant, arch: int) -> int:
     """Into how many parts at most; 1: into none."""
     if WARP_SPECIALIZED not in tuned.implementations or not problem.tma:
+        return 1
+    if companion_path(BWD_DQ_COMBINE, replace(problem, mask=FULL).specialization, arch) is None:
         return 1
     return max(1, companion_most(BWD_DQ_SPLIT, problem.specialization, arch, "SPLITS"))
 

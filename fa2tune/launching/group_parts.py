@@ -9,11 +9,11 @@ call with more key heads, so their machine code is that of any call.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from fa2tune.compiling.compiler import KernelSequence
-from fa2tune.compiling.support import companion
+from fa2tune.compiling.support import companion, companion_path
 from fa2tune.launching.launch import Strides
 from fa2tune.spec.extent import WHOLE
 from fa2tune.spec.mask import FULL
@@ -101,14 +101,34 @@ def _strides(problem: Problem, given: Strides, copied: bool) -> Strides:
     return found
 
 
+def _posed(problem: Problem) -> dict[str, Problem]:
+    """Role -> a problem whose specialization its kernel is compiled for."""
+    plain = replace(problem, mask=FULL, score=NONE, negate=False, precision="ieee", extent=WHOLE)
+    return {BWD_SPREAD: plain, BWD_GATHER: replace(plain, aligned=True)}
+
+
+def can(problem: Problem, arch: int, roles: Iterable[str] = (BWD_SPREAD, BWD_GATHER)) -> bool:
+    """Whether there are kernels for what runs before and after."""
+    posed = _posed(problem)
+    return all(companion_path(role, posed[role].specialization, arch) for role in roles)
+
+
+def gather(problem: Problem, arch: int) -> tuple[Variant, Config, Problem]:
+    """What runs after, as in ``helpers``."""
+    return _helper(BWD_GATHER, problem, arch)
+
+
+def _helper(role: str, problem: Problem, arch: int) -> tuple[Variant, Config, Problem]:
+    posed = _posed(problem)[role]
+    variant = companion(role, posed.specialization, arch)
+    return variant, variant.space.default(posed.specialization, arch), posed
+
+
 def helpers(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What runs before, and what runs after, each with its config and a problem whose specialization it is compiled for: one
     binary serves all masks and score terms, and packed sequences, whose rows are those of one. What runs after reads the parts
     and writes dK and dV, which are aligned whatever K and V are: loads of less than 4 bytes would wait for one another."""
-    plain = replace(problem, mask=FULL, score=NONE, negate=False, precision="ieee", extent=WHOLE)
-    found = {BWD_SPREAD: plain, BWD_GATHER: replace(plain, aligned=True)}
-    variants = ((companion(role, posed.specialization, arch), posed) for role, posed in found.items())
-    return [(one, one.space.default(posed.specialization, arch), posed) for one, posed in variants]
+    return [_helper(role, problem, arch) for role in (BWD_SPREAD, BWD_GATHER)]
 
 
 def needed(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:

@@ -21,7 +21,7 @@ from fa2tune.launching.launch import InterpretedChain, Strides, TensorPlace, bin
 from fa2tune.launching.passes import placed
 from fa2tune.launching.whole_backward import WholePlan
 from fa2tune.spec.problem import Config, Problem
-from fa2tune.spec.roles import BWD_ONE_TILE
+from fa2tune.spec.roles import BWD_GATHER, BWD_ONE_TILE
 from fa2tune.spec.variant import Variant, Workspaces
 
 #: Its tensors that are workspaces where there are parts, by the names of these.
@@ -44,11 +44,17 @@ def can(problem: Problem, arch: int) -> bool:
     return 1 <= problem.seqlen_k <= most
 
 
+def most_parts(problem: Problem, arch: int) -> int:
+    """That queries may be split into; 1: no kernel adds up more. ValueError: none makes one."""
+    summed = group_parts.can(problem, arch, [BWD_GATHER])
+    return max(space_of(problem, arch).SPACE.dimensions["PARTS"]) if summed else 1
+
+
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What runs for a config, in order, each with its config and a problem whose specialization it is compiled for: one binary
     of the second serves all masks."""
     found = [(companion(BWD_ONE_TILE, problem.specialization, arch), config, problem)]
-    return found if config["PARTS"] == 1 else [*found, group_parts.helpers(problem, arch)[1]]
+    return found if config["PARTS"] == 1 else [*found, group_parts.gather(problem, arch)]
 
 
 def workspaces(problem: Problem, config: Config) -> Workspaces:

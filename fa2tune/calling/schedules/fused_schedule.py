@@ -391,8 +391,8 @@ def all_forms(problem: Problem, choice: Choice, arch: int) -> Iterator[Config]:
 def least_us(problem: Problem, config: Config, gpu: Gpu, below: float = math.inf) -> float:
     """Microseconds with query groups in the number of parts that is expected to be the fastest; more than ``below``: no number
     of parts takes less than that."""
-    form, counts = _form(config), group_parts.allowed(problem)
-    least = math.inf
+    form, least = _form(config), math.inf
+    counts = group_parts.allowed(problem) if group_parts.can(problem, gpu.arch) else (1,)
     for bound, parts in sorted([(_whole_us(problem, form, gpu, parts, False), parts) for parts in counts]):
         if bound < min(least, below):
             least = min(least, _whole_us(problem, form, gpu, parts, True))

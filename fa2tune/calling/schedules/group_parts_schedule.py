@@ -117,6 +117,8 @@ def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) ->
     """Into how many parts this kernel's query groups are best split; 1: they are not."""
     if problem.is_empty or problem.group == 1 or kernel not in group_parts.MAKE_DK_DV:
         return 1
+    if not group_parts.can(problem, gpu.arch):
+        return 1
     choice = choice_of(kernel, given)
     choice = replace(choice, variant=in_any_order(choice.variant))
     by_form = fused_schedule.times(choice.variant, problem)

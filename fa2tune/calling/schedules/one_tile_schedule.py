@@ -99,7 +99,7 @@ def one_tile_us(problem: Problem, config: Config, gpu: Gpu) -> float:
 def candidates(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     """In one part, also with programs that take turns, and in as many as TURNS asks for."""
     spec, space = problem.specialization, one_key_tile.space_of(problem, gpu.arch)
-    heads, most = problem.batch * problem.heads_kv, max(space.SPACE.dimensions["PARTS"])
+    heads, most = problem.batch * problem.heads_kv, one_key_tile.most_parts(problem, gpu.arch)
     for halves in space.halves_of(spec):
         counts = {int(turns * gpu.sm_count) // (heads * halves) for turns in TURNS}
         blocks = _blocks(problem, space.config_of(spec, 1, halves))
@@ -156,7 +156,8 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
     if problem.extent.ragged or not one_key_tile.able(problem, arch):
         return []
     spec, space = problem.specialization, one_key_tile.space_of(problem, arch)
-    configs = [space.config_of(spec, parts, halves) for halves in space.halves_of(spec) for parts in (1, 2)]
+    counts = (1, 2) if one_key_tile.most_parts(problem, arch) > 1 else (1,)
+    configs = [space.config_of(spec, parts, halves) for halves in space.halves_of(spec) for parts in counts]
     if space.can_take_turns(spec):
         configs.append(space.config_of(spec, 1, turns=True))
     return [one for config in configs for one in one_key_tile.kernels(problem, config, arch)]
