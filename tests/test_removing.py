@@ -48,7 +48,6 @@ REMOVED = {
     "sm90/bwd_one_tile": "few keys",
     "portable/bwd_gather": "few key heads",
     "portable/bwd_spread": "few key heads",
-    "portable/bwd_delta": "wide",
     "sm90/bwd_dkdv_ds": "wide",
     "sm90/bwd_dq_split": "wide, of few tiles",
     "portable/bwd_dq_combine": "wide, of few tiles",
