@@ -39,7 +39,7 @@ for name, (batch, heads, lengths, dim, asked) in json.loads(sys.argv[1]).items()
     found[name] = sorted({one for served in kernels for one in served.runs or {}})
 print(json.dumps(found))
 """
-#: Kernel with a role -> the call that runs it where it is there.
+#: Kernel with a role -> the call that runs it where it is there. Not bwd_delta: rows of fused backwards are hashed with it.
 REMOVED = {
     "portable/fwd_split": "few queries",
     "portable/fwd_combine": "few queries",

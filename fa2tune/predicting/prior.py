@@ -98,9 +98,8 @@ class Guess:
         repeat = np.where(group, 16.0 * self.warps / own, 256.0 * self.warps / (own * stream))
         self.repeat = np.clip(repeat, 1.0, 4.0)
         self.scores = self.repeat * own * stream / self.threads  #: a thread's
-        self.accumulators = own * {
-            "fwd": self.dv, "bwd_dq": self.d, "bwd_dkdv": self.d + self.dv, "bwd_fused": self.d + self.dv
-        }[self.kernel] / self.threads  # fmt: skip
+        columns = sum({"q": self.d, "v": self.dv}[one] for one in tuned()[self.kernel].accumulators)
+        self.accumulators = own * columns / self.threads
 
     # ---- what a trip holds
 

@@ -18,7 +18,7 @@ from fa2tune.rows.row import PORTED, Row, over_portable, precedence, winner
 from fa2tune.spec.key import DENSE_FAMILY, TuningKey
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD, DTYPES, ITEMSIZE, KERNELS, Problem
-from fa2tune.spec.tuned import tuned
+from fa2tune.spec.tuned import moved, tuned
 from fa2tune.spec.variant import PORTABLE_FOLDER
 
 #: The two passes first, then the kernels of the backward.
@@ -93,22 +93,16 @@ def workload(row: Row) -> Problem:
 
 def least_bytes(problem: Problem, kernel: str) -> float:
     """Bytes a kernel must move: each tensor it reads or writes once. lse and delta are a float32 a row; the fused kernel adds
-    to float32 sums of dQ, which is a read and a write."""
+    to float32 sums of dQ, which is a read and a write. ValueError: there is no such kernel."""
     p, size = problem, ITEMSIZE.get(problem.dtype, 4)
     rows_q, rows_k = p.batch * p.heads_q * p.seqlen_q, p.batch * p.heads_kv * p.seqlen_k
-    q, o = rows_q * p.head_dim * size, rows_q * p.head_dim_v * size
-    k, v = rows_k * p.head_dim * size, rows_k * p.head_dim_v * size
-    line = rows_q * 4
-    inputs = q + k + v + o + line  # of a backward: q, k, v, dO, lse
-    moved = {
-        "fwd": inputs,  # q, k, v in; o, lse out
-        "bwd_dkdv": inputs + line + k + v,
-        "bwd_dq": inputs + o + line + q,  # o in, delta out besides
-        "bwd_fused": inputs + line + k + v + 2 * rows_q * p.head_dim * 4,
-        BACKWARD: inputs + o + q + k + v,
-    }
-    loop = tuned()[kernel].loop if kernel in tuned() else kernel
-    return float(moved.get(loop, inputs))
+    of_q, of_v = p.head_dim * size, p.head_dim_v * size
+    each = {
+        "q": rows_q * of_q, "dq": rows_q * of_q, "o": rows_q * of_v, "do": rows_q * of_v, "k": rows_k * of_q,
+        "dk": rows_k * of_q, "v": rows_k * of_v, "dv": rows_k * of_v, "lse": rows_q * 4, "delta": rows_q * 4,
+        "dq_sums": 2 * rows_q * p.head_dim * 4,
+    }  # fmt: skip
+    return float(sum(each[name] for name in moved(kernel)))
 
 
 def nearness(row: Row) -> float | None:

@@ -21,15 +21,27 @@ class Tuned:
     #: of SHIPPED, whose loop over tiles it has, by which the model estimates it, and whose tensors it reads and writes; "": of
     #: none, and it is only timed
     loop: str
+    #: tensors that it has to read or write, each once; of "dq_sums", float32, it reads and writes each. lse and delta are a
+    #: float32 a row
+    moved: tuple[str, ...] = ()
+    #: whose columns its accumulators have, for each row or key that a tile owns: "q" for the head dim of Q and K, "v" for V's
+    accumulators: tuple[str, ...] = ()
     strategy: tuple[str, ...] = ()  #: of the backward: its name, then its kernels, in order
 
 
+_READ = ("q", "k", "v", "do", "lse")  #: by each kernel of a backward
+#: Of a whole backward.
+BACKWARD_MOVED = (*_READ, "o", "dq", "dk", "dv")
 _SPLIT, _FUSED = ("split", "bwd_dq", "bwd_dkdv"), ("fused", "bwd_fused")
 SHIPPED: Mapping[str, Tuned] = {
-    "fwd": Tuned((1, 1), "forward", "fwd"),
-    "bwd_dkdv": Tuned((2, 2), "backward dK, dV", "bwd_dkdv", _SPLIT),
-    "bwd_dq": Tuned((2, 1), "backward dQ", "bwd_dq", _SPLIT),  # it makes delta, too
-    "bwd_fused": Tuned((3, 2), "backward, fused", "bwd_fused", _FUSED),
+    "fwd": Tuned((1, 1), "forward", "fwd", ("q", "k", "v", "o", "lse"), ("v",)),
+    "bwd_dkdv": Tuned((2, 2), "backward dK, dV", "bwd_dkdv", (*_READ, "delta", "dk", "dv"), ("q", "v"), _SPLIT),
+    "bwd_dq": Tuned(
+        (2, 1), "backward dQ", "bwd_dq", (*_READ, "o", "delta", "dq"), ("q",), _SPLIT
+    ),  # it makes delta, too
+    "bwd_fused": Tuned(
+        (3, 2), "backward, fused", "bwd_fused", (*_READ, "delta", "dk", "dv", "dq_sums"), ("q", "v"), _FUSED
+    ),
 }
 #: What a file says that brings a name.
 BRINGS = ("products", "title", "loop", "strategy")
@@ -57,6 +69,15 @@ def tuned() -> Mapping[str, Tuned]:
             known = ", ".join(each for each in found if each != "fwd")
             raise ValueError(f"{name}: strategy: got the kernel {unknown[0]!r:.40}, known are {known}")
     return found
+
+
+def moved(kernel: str) -> tuple[str, ...]:
+    """Tensors that a tuned kernel or "bwd", a whole backward, has to move. ValueError: there is no such kernel."""
+    if kernel == "bwd":
+        return BACKWARD_MOVED
+    if kernel not in tuned():
+        raise ValueError(f"kernel: got {kernel!r:.40}, known are {', '.join(tuned())}, bwd")
+    return tuned()[kernel].moved
 
 
 def strategies() -> dict[str, tuple[str, ...]]:
@@ -93,4 +114,7 @@ def _brought(said: Mapping[str, ast.expr], where: str) -> tuple[str, Tuned]:
     )  # fmt: skip
     loop = given("loop", "", f'"" or one of {", ".join(SHIPPED)}', lambda one: one in ("", *SHIPPED))
     title = given("title", name, "a text", lambda one: isinstance(one, str) and one.strip() != "")
-    return name, Tuned(products, title, loop, strategy)
+    like = SHIPPED[loop] if loop else None
+    return name, Tuned(
+        products, title, loop, like.moved if like else _READ, like.accumulators if like else (), strategy
+    )

@@ -134,6 +134,7 @@ PORTABLE_FOLDER = "portable"
 #: What each callback of a Variant takes. One that does not use a parameter names it with an underscore.
 SIGNATURES = {
     "grid": ("problem", "config", "sm_count", "early"), "constants": ("spec", "config"), "passes_on": ("spec", "config"),
+    "passes_before": ("spec", "config"),
     "surrounded": ("config", "name"), "early": ("spec", "config"), "workspaces": ("problem", "config"),
     "scalars": ("problem", "config", "early"), "fitted": ("spec", "config"), "suited": ("problem", "config"),
 }  # fmt: skip

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from fa2tune.compiling import registry
 from fa2tune.spec import stated, tuned
 from fa2tune.spec.problem import KERNELS, PRODUCTS, STRATEGIES
+from fa2tune.spec.variant import SIGNATURES, Variant
 
 WHERE = "kernels/portable/rows.py"
 GOOD = {
@@ -31,10 +34,14 @@ def brings(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
 
 
 def test_a_file_brings_a_name(brings) -> None:  # type: ignore[no-untyped-def]
-    strategy = ("rows", "bwd_rows", "bwd_dkdv")
-    assert brings(GOOD) == {**tuned.SHIPPED, "bwd_rows": tuned.Tuned((2, 1), "rows", "bwd_dq", strategy)}
+    strategy, like = ("rows", "bwd_rows", "bwd_dkdv"), tuned.SHIPPED["bwd_dq"]
+    read = ("q", "k", "v", "do", "lse")
+    assert brings(GOOD) == {
+        **tuned.SHIPPED,
+        "bwd_rows": tuned.Tuned((2, 1), "rows", "bwd_dq", like.moved, ("q",), strategy),
+    }
     short = {name: GOOD[name] for name in ("serves", "products", "strategy")}
-    assert brings(short)["bwd_rows"] == tuned.Tuned((2, 1), "bwd_rows", "", strategy), "timed only"
+    assert brings(short)["bwd_rows"] == tuned.Tuned((2, 1), "bwd_rows", "", read, (), strategy), "timed only"
     assert brings({"serves": '"bwd_rows"'}) == tuned.SHIPPED, "another one implements it"
 
 
@@ -78,3 +85,14 @@ def test_the_shipped_ones() -> None:
     assert KERNELS == tuple(tuned.SHIPPED) == tuple(PRODUCTS)
     assert STRATEGIES == {"split": ("bwd_dq", "bwd_dkdv"), "fused": ("bwd_fused",)}
     assert {registry.stated(text, name).serves for name, text in stated.kernel_texts().items()} == {"", *KERNELS}
+
+
+def test_a_kernel_that_is_not_in_the_table_moves_no_bytes_but_is_an_error() -> None:
+    assert tuned.moved("fwd") == ("q", "k", "v", "o", "lse") and "dq" in tuned.moved("bwd")
+    with pytest.raises(ValueError, match=r"kernel: got 'bwd_rows', known are fwd, bwd_dkdv, bwd_dq, bwd_fused, bwd$"):
+        tuned.moved("bwd_rows")
+
+
+def test_the_signature_of_every_callback_of_a_variant_is_checked() -> None:
+    callbacks = {one.name for one in fields(Variant) if str(one.type).startswith("Callable")}
+    assert callbacks == SIGNATURES.keys()
