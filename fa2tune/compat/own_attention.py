@@ -91,4 +91,4 @@ def window_of(module: torch.nn.Module) -> int | None:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
         return None
-    return config.sliding_window  # type: ignore[no-any-return, union-attr]
+    return config.sliding_window  # type: ignore[union-attr]

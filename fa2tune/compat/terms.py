@@ -58,7 +58,7 @@ def check_sides(call: str, window_size: Any, allowed: str) -> None:
     for side in window_size:
         if isinstance(side, bool) or not isinstance(side, (numbers.Integral, torch.SymInt, type(None))):
             raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
-        if side is not None and side > LARGEST:
+        if side is not None and cast(Any, side) > LARGEST:
             raise ValueError(f"{call}: window_size: got {window_size!r:.80}, must be at most 2^63 - 1")
 
 

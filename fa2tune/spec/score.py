@@ -85,10 +85,11 @@ def _capped(softcap: Any) -> Score:
         return NONE
     if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
         raise TypeError(f"softcap: got {softcap!r:.80}, must be None or a number")
+    cap: Any = softcap  # numbers.Real has no types of its operators
     least, most = scorefile.score_named("softcap").values["cap"]
-    if softcap and not least <= softcap <= most:
+    if cap and not least <= cap <= most:
         raise ValueError(f"softcap: got {softcap!r:.80}, must be from {least:g} to {most:g}, or 0 or None for none")
-    return Score("softcap", softcap) if softcap else NONE
+    return Score("softcap", cap) if cap else NONE
 
 
 def checked(given: Any) -> Score:
