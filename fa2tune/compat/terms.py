@@ -6,7 +6,7 @@ import math
 import numbers
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.nn import functional
