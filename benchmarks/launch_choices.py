@@ -149,7 +149,7 @@ def forms_of(dim: int, mask: str) -> list[dict[str, Any]]:
     space = registry.variant_named("sm90/fwd").space
     known = [config for one in (FULL, CAUSAL) for config in configs_of("fwd", 64, one.name)]
     found = {tuple(config[name] for name in FORM): config for config in space_of(dim, mask)}
-    spec = Specialization("bf16", dim, dim, _mask({"causal": mask == CAUSAL.name}))
+    spec = Specialization("bf16", dim, dim, mask)
     for row in known:
         config = space.completed({**row, "RESCALE": "lazy", "HEADS_PER_WAVE": 0})
         if space.broken(config, spec, 90) is None:

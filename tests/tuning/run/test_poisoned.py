@@ -248,7 +248,8 @@ def test_the_command_tells_what_failed_and_how_to_try_again(bench, monkeypatch):
     (messages,) = [line for line in result.output.splitlines() if "candidates left out" in line]
     assert "--retry-failed" in messages and "crash: " in messages
     assert any(
-        line.strip().startswith("fwd: ") and "crash, in an earlier run: " in line for line in result.output.splitlines()
+        line.strip().startswith("portable/fwd: ") and "crash, in an earlier run: " in line
+        for line in result.output.splitlines()
     )
     (bench.folder / "ledger.sqlite").write_text("poem, and long enough that SQLite looks at it " * 20)
     result = CliRunner().invoke(tune_command, [*arguments, *files])
