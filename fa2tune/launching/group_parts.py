@@ -51,6 +51,12 @@ def allowed(problem: Problem) -> tuple[int, ...]:
     return tuple(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or narrow(n)))
 
 
+def counts(problem: Problem, arch: int) -> tuple[int, ...]:
+    """Those of ``allowed`` that kernels are there for."""
+    found = allowed(problem)
+    return found if len(found) == 1 or can(problem, arch) else (1,)
+
+
 def checked(problem: Problem, kernel: str, parts: int) -> int:
     """ValueError: a group cannot be split like that."""
     fitting = allowed(problem) if kernel in MAKE_DK_DV else (1,)

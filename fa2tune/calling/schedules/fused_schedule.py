@@ -392,7 +392,7 @@ def least_us(problem: Problem, config: Config, gpu: Gpu, below: float = math.inf
     """Microseconds with query groups in the number of parts that is expected to be the fastest; more than ``below``: no number
     of parts takes less than that."""
     form, least = _form(config), math.inf
-    counts = group_parts.allowed(problem) if group_parts.can(problem, gpu.arch) else (1,)
+    counts = group_parts.counts(problem, gpu.arch)
     for bound, parts in sorted([(_whole_us(problem, form, gpu, parts, False), parts) for parts in counts]):
         if bound < min(least, below):
             least = min(least, _whole_us(problem, form, gpu, parts, True))

@@ -117,7 +117,8 @@ def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) ->
     """Into how many parts this kernel's query groups are best split; 1: they are not."""
     if problem.is_empty or problem.group == 1 or kernel not in group_parts.MAKE_DK_DV:
         return 1
-    if not group_parts.can(problem, gpu.arch):
+    counts = group_parts.counts(problem, gpu.arch)
+    if len(counts) == 1:
         return 1
     choice = choice_of(kernel, given)
     choice = replace(choice, variant=in_any_order(choice.variant))
@@ -132,7 +133,7 @@ def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) ->
         return expected / in_turns(problem, choice.config, gpu, parts)[1] if choice.config.get("IN_ORDER") else expected
 
     # of most numbers a bound says that they are not the best: tiles are given out one by one for few
-    bounds = {parts: time(parts, False) for parts in group_parts.allowed(problem)}
+    bounds = {parts: time(parts, False) for parts in counts}
     times = {1: time(1)}
     dense = by_form and not problem.extent.ragged
     wanted = (1 - (fused_schedule.PARTS_MARGIN if dense else MARGIN)) * times[1]

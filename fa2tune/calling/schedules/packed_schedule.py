@@ -317,7 +317,7 @@ def _in_bands(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choice
 
     own, (now, _) = choice.config["HEADS_PER_WAVE"], least(choice.config)
     # in whatever bands, the mean of all programs takes as long: many calls are done here
-    bound = min(time(choice.config, parts, False) for parts in group_parts.allowed(problem))
+    bound = min(time(choice.config, parts, False) for parts in group_parts.counts(problem, gpu.arch))
     if bound >= (1 - BAND_MARGIN) * now:
         return choice
     found: list[tuple[float, Config]] = []
