@@ -5,7 +5,7 @@
 
 Head dims 16 to 256, both masks, three lengths at 16k tokens, bf16: the forward, and the deterministic backward (split),
 each with either default, interleaved on a warm GPU with a cold L2. Prints the portable time divided by the other: above 1,
-the warp-specialised default is faster. The choices in fa2tune/calling/defaults.py are based on it. With --wider the other is
+the warp-specialised default is faster. ``default_from`` in the search spaces is based on it. With --wider the other is
 what a call gets (rows of wider head dims), and the backward may be the fused one. Needs a Hopper GPU.
 """
 
@@ -21,17 +21,29 @@ from typing import Any
 import click
 
 from fa2tune.calling.choosing import Chooser, choose_backward
-from fa2tune.calling.defaults import variant_default
-from fa2tune.compiling import compiler, registry
+from fa2tune.compiling import compiler, limits, registry
+from fa2tune.compiling.support import supports
 from fa2tune.gpus import Gpu
 from fa2tune.measuring.samples import gain_over
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import ROW_MASKS
-from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES
+from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, Config, Specialization
+from fa2tune.spec.variant import WARP_SPECIALIZED
 
 DIMS = ((16, 16), (32, 32), (48, 48), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 NARROW = ((16, 16), (32, 32))  #: of --wider
 LENGTHS = (512, 2048, 8192)
+
+
+def variant_default(kernel: str, spec: Specialization, gpu: Gpu, specialized: bool) -> Config | None:
+    """The default of a kernel's portable variant, or of its warp-specialised one; None where that cannot run on this GPU."""
+    for variant in registry.variants_of(kernel):
+        alike = WARP_SPECIALIZED in variant.implementations if specialized else variant.portable
+        if alike and supports(variant, spec, gpu):
+            config = variant.space.default(spec, gpu.arch)
+            if limits.before_compile(variant, spec, config, gpu) is None:
+                return config
+    return None
 
 
 def pairs(gpu: Gpu) -> Iterator[tuple[TuningKey, Any, Any]]:

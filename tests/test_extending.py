@@ -128,6 +128,21 @@ def test_a_kernel_is_two_files(tree: Path, run: Callable[..., str], tmp_path: Pa
     assert "sm80/streamed" in run("-c", "from fa2tune.compiling import registry; print(*registry.variants())")
 
 
+def test_where_no_row_serves_the_default_of_a_kernel_does_that_says_so(
+    tree: Path, run: Callable[..., str], tmp_path: Path
+) -> None:
+    toy(tree)
+    space, none = tree / "search_spaces" / "sm80" / "streamed.py", tmp_path / "none.sqlite"
+    assert "LOADS" in called(run, none)["config"]
+    edit(space, '"maxnreg": 0})', '"maxnreg": 0}, default_from=32, default_on=(80,))')
+    found = called(run, none)
+    assert found["config"]["IMPLEMENTATION"] == "toy" and found["error"] < 2e-3
+    edit(space, "default_from=32", "default_from=512")  # wider heads alone
+    assert "LOADS" in called(run, none)["config"]
+    edit(space, "default_from=512, default_on=(80,)", "default_from=32, default_on=(90,)")  # another GPU alone
+    assert "LOADS" in called(run, none)["config"]
+
+
 #: As CALL, with a scale that the environment names.
 SCALED_CALL = CALL.replace("causal=True", "causal=True, softmax_scale=scale").replace(
     "mask=CAUSAL", "mask=CAUSAL, softmax_scale=scale"

@@ -26,6 +26,7 @@ from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, Row, over_portable
 from fa2tune.spec.key import BANDED_FAMILY, RAGGED_FAMILY, TuningKey
 from fa2tune.spec.mask import FULL, Mask
 from fa2tune.spec.problem import BACKWARD, SPLIT, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Problem
+from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 #: How a kernel is served, best first. "tuned": by a row measured on this GPU for this problem, fresh; "estimated": by a config
 #: that the schedule model has for the call's shape and no row has, as it is expected to be faster; "stale": by a row as the
@@ -290,7 +291,8 @@ class Explanation:
         """Whether predicted rows would help: not where they would stand before what was measured for a near problem, nor where
         the warp-specialised default stands before them."""
         kernels = [served.kernel for served in self.kernels if served.status == DEFAULT]
-        faster = any(defaults.specialized_default(kernel, self.problem, self.gpu) for kernel in kernels)
+        better = [defaults.better_default(kernel, self.problem, self.gpu) for kernel in kernels]
+        faster = any(config is not None and implementation_of(config) == WARP_SPECIALIZED for config in better)
         return self.status == DEFAULT and not faster
 
     def _tune_command(self) -> str:

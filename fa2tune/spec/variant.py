@@ -77,6 +77,16 @@ class SearchSpace:
     dimensions: Mapping[str, tuple[Any, ...]]
     constraints: tuple[Constraint, ...]
     default: Callable[[Specialization, int], Config]  #: (specialization, arch) -> a point of this space
+    #: padded head dim, the larger of both, from which the default serves in place of the portable kernel's where no row does;
+    #: 0: it never does
+    default_from: int = 0
+    default_on: tuple[
+        int, ...
+    ] = ()  #: compute capabilities on which it does; none named: all that the kernel compiles for
+
+    def is_default(self, width: int, arch: int) -> bool:
+        """Whether the default serves a padded head dim on a compute capability in place of the portable kernel's."""
+        return 0 < self.default_from <= width and (not self.default_on or arch in self.default_on)
 
     @property
     def single(self) -> bool:

@@ -3,6 +3,7 @@
 from fa2tune.search_spaces.lib.ampere import (
     COPIES_ARE_ALIGNED,
     NAME,
+    RACED_LIMITS,
     SIXTEEN_BIT,
     WITHOUT_WGMMA,
     block_dims,
@@ -187,6 +188,8 @@ SPACE = SearchSpace(
         ),
     ),
     default=default,
+    default_from=64,
+    default_on=RACED_LIMITS,
 )
 
 MOST_BUFFERS = 256

@@ -4,6 +4,7 @@ from fa2tune.search_spaces.lib.ampere import (
     BAND_KEYS,
     COPIES_ARE_ALIGNED,
     NAME,
+    RACED_LIMITS,
     SIXTEEN_BIT,
     WITHOUT_WGMMA,
     block_dims,
@@ -125,4 +126,6 @@ SPACE = SearchSpace(
         ),
     ),
     default=default,
+    default_from=64,
+    default_on=RACED_LIMITS,
 )

@@ -101,4 +101,5 @@ SPACE = SearchSpace(
         ),
     ),
     default=default,
+    default_from=64,
 )

@@ -85,4 +85,5 @@ SPACE = SearchSpace(
         ),
     ),
     default=default,
+    default_from=64,
 )

@@ -368,4 +368,5 @@ SPACE = SearchSpace(
         ),
     ),
     default=default,
+    default_from=64,
 )
