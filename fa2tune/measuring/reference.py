@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from fa2tune.spec.mask import FULL, Mask
 from fa2tune.spec.problem import Problem
@@ -60,6 +61,16 @@ def make_inputs(
     return Inputs(q, k, v, do, dlse)
 
 
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [..., M, K] @ b [..., K, N] -> [..., M, N]. cuBLAS has no TF32 for rows that are not whole multiples of 16 bytes, so
+    where that is asked for they are filled up with zeros."""
+    if a.dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return a @ b
+    inner, columns = b.shape[-2:]
+    a, b = pad(a, (0, -inner % 4)), pad(b, (0, -columns % 4, 0, -inner % 4))
+    return (a @ b)[..., :columns]
+
+
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask = FULL, softmax_scale: float | None = None,
     score: Score = NONE, sequence: int = 0,
@@ -76,7 +87,7 @@ def attention(
         return o, torch.full_like(o[..., 0], float("-inf")) + nothing
     group = heads_q // heads_kv
     # the query heads of one key head are one tall matrix: [B, Hkv, G * Sq, D]
-    scores = q.reshape(batch, heads_kv, group * seqlen_q, head_dim) @ k.transpose(2, 3) * scale
+    scores = _product(q.reshape(batch, heads_kv, group * seqlen_q, head_dim), k.transpose(2, 3)) * scale
     rows = torch.arange(seqlen_q, device=q.device).repeat(group)[:, None]
     keys = torch.arange(seqlen_k, device=q.device)
     sequences = torch.arange(sequence, sequence + batch, device=q.device)[:, None, None, None]
@@ -88,7 +99,7 @@ def attention(
         blind = hidden.all(1, keepdim=True)  # [G * Sq, 1]
         # blind rows keep their scores: all -inf would put NaN into the gradient; they are zeroed below
         scores = scores.masked_fill(hidden & ~blind, float("-inf"))
-    o = torch.softmax(scores, -1) @ v
+    o = _product(torch.softmax(scores, -1), v)
     lse = torch.logsumexp(scores, -1)
     if blind is not None:
         o = o.masked_fill(blind, 0.0)

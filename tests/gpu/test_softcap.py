@@ -129,10 +129,12 @@ def test_few_keys(head_dim):
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_hopper_kernels_serve(head_dim):
+    """But for the forward of up to 64 columns with a cap, where the portable one was measured to be faster."""
     q = torch.empty(1, 16, 4096, head_dim, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     for cap in (None, 50.0):
         kernels = fa2tune.explain(q, q, q, causal=True, softcap=cap).kernels
-        assert len(kernels) > 1 and not any("LOADS" in kernel.config for kernel in kernels)
+        portable = [kernel.key.kernel for kernel in kernels if "LOADS" in kernel.config]
+        assert len(kernels) > 1 and portable == (["fwd"] if cap and head_dim == 64 else [])
 
 
 @pytest.mark.parametrize("softmax_scale", [0.0, -0.3, 1.0])

@@ -58,6 +58,9 @@ LAUNCH_US, SECOND_Q_US = {1: 3.41, 2: 2.97, 3: 3.01}, 0.48
 NEVER, NEVER_UNMASKED, NEVER_START, NEVER_START_WIDER = (0.85, 0.93, 1.05), (0.85, 0.85, 1.05), 0.72, 0.36
 NEVER_US, NEVER_BYTES_PER_US = 2.5, 2.47e6
 NORMS_US, NORMS_BYTES_PER_US = 4.0, 3.0e6
+#: NEVER of dense calls without a mask, with three stages of 64 keys: fitted to 36 pairs of benchmarks/calls/dense_forwards*,
+#: whose errors fall from 0.12 to 0.07; by either half of the calls, from 0.16 and 0.09 to 0.09 and 0.05 in the other.
+NEVER_THREE_STAGES = (0.85, 0.87, 0.85)
 #: With a third stage in O's memory, where rows begin in the midst of a sector: a block's time, and microseconds more a tile,
 #: whose end waits for O. Fitted to seven calls at 168 and 184 (dense_forwards_wide.json); at 176 and 192 tiles of few blocks
 #: lost 12 %, and long ones gained 0 to 5.
@@ -73,10 +76,12 @@ SECTOR_COSTS: dict[int, dict[int, float]] = {
     128: {24: 1.0, 40: 1.1, 56: 0.95, 72: 1.13, 88: 1.08, 104: 1.1, 0: 1.04},
     192: {24: 1.0, 40: 0.98, 56: 0.95, 72: 1.07, 88: 1.07, 0: 1.1},
 }
-#: Forms that may serve in place of a row's; and with RESCALE "never", from LONG_KEYS keys on. 192 x 128 leaves no more.
+#: Forms that may serve in place of a row's; and with RESCALE "never", from LONG_KEYS keys on. 192 x 128 leaves no more, but for
+#: one call of head dim 48 that took 0.91 and 0.94 of the time in two races: offered up to WHOLE_DIM.
 OFFERED: tuple[TileForm, ...] = (
     (64, 64, 80), (64, 64, 128), (64, 128, 128), (128, 64, 0), (128, 128, 0), (192, 64, 0)
 )  # fmt: skip
+NARROW_OFFERED: tuple[TileForm, ...] = (*OFFERED, (192, 128, 0))
 NEVER_OFFERED: tuple[TileForm, ...] = ((64, 64, 80), (128, 64, 0), (192, 64, 0))
 LONG_KEYS = 1024
 #: A form must be predicted to be faster than the row's config, by the same constants, by the first share; by the others where
@@ -142,8 +147,7 @@ def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | N
     block, start = _at(pace.block, wide), _at(pace.start, wide, 256)
     launch = LAUNCH_US[PROGRAMS[config["maxnreg"]]] + (SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0)
     if config["RESCALE"] == "never":
-        unmasked = problem.extent.ragged and problem.mask == FULL
-        block *= _at(NEVER_UNMASKED if unmasked else NEVER, min(max(wide, 128), 384))
+        block *= _at(_never(problem, config), min(max(wide, 128), 384))
         start += NEVER_START + NEVER_START_WIDER * (wide / 128 - 1)
         launch += NEVER_US + _bytes_of_k(problem) / NEVER_BYTES_PER_US
     if config == third_stage(problem.specialization, config):
@@ -152,6 +156,16 @@ def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | N
     if problem.head_dim_v < problem.head_dim and problem.seqlen_k >= KEPT_KEYS and not problem.extent.ragged:
         block *= q_read_cost(problem.specialization, config)
     return launch, block * sector_cost(problem, config), start
+
+
+def _never(problem: Problem, config: Config) -> tuple[float, float, float]:
+    """A block's time with RESCALE "never" over that with "lazy", at the columns of TilePace.block."""
+    if problem.mask != FULL:
+        return NEVER
+    if problem.extent.ragged:
+        return NEVER_UNMASKED
+    large = config["BLOCK_M"] > 64 and config["BLOCK_N"] == 64
+    return NEVER_THREE_STAGES if large and config["STAGES"] == 3 else NEVER
 
 
 def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None:
@@ -175,9 +189,12 @@ def norms_us(problem: Problem) -> float:
 @lru_cache(maxsize=1024)
 def configs(spec: Specialization, arch: int) -> tuple[Config, ...]:
     """Those of OFFERED and NEVER_OFFERED that these head dims leave room for, and with a third stage."""
-    found = [of_tiles(spec, *form) for form in OFFERED]
+    narrow = max(spec.head_dim, spec.head_dim_v) <= WHOLE_DIM
+    found = [of_tiles(spec, *form) for form in (NARROW_OFFERED if narrow else OFFERED)]
     found += [third for config in found if (third := third_stage(spec, config)) is not None]
-    found += [{**of_tiles(spec, *form), "RESCALE": "never"} for form in NEVER_OFFERED]
+    never = [of_tiles(spec, *form) for form in NEVER_OFFERED]
+    never += [third for config in never if (third := third_stage(spec, config)) is not None]
+    found += [{**config, "RESCALE": "never"} for config in never]
     return tuple(config for config in found if SPACE.broken(config, spec, arch) is None)
 
 
