@@ -41,6 +41,7 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching import ported
 from fa2tune.launching.image import Image
 from fa2tune.measuring.samples import EFFORTS, Effort, ratios
+from fa2tune.rows import reader
 from fa2tune.rows.describe import describe
 from fa2tune.rows.row import PORTED, Row, backward_implementation
 from fa2tune.rows.store import Store
@@ -279,12 +280,23 @@ def leader(entries: Sequence[dict[str, Any]], tainted: int) -> dict[str, Any] | 
 
 
 def followers(journal: Journal, kernel: str, spec: Specialization, gpu: Gpu) -> list[dict[str, Any]]:
-    """What won in bf16 at any length, after the default."""
-    about = [("race", *of(kernel, replace(spec, dtype="bf16"), length, gpu.name)) for length in BUCKETS]
+    """What won in bf16 at any length, after the default: in the journal's races, where it has none in the shipped rows."""
+    twin = replace(spec, dtype="bf16")
+    about = [("race", *of(kernel, twin, length, gpu.name)) for length in BUCKETS]
     races = [journal.entries[one] for one in about if one in journal.entries]
     won = [best["config"] for one in races if (best := leader(one["entries"], one["tainted"]))]
     tuned = "fwd" if kernel == "fwd" else "bwd_fused"
-    return [dict(where) for where in dict.fromkeys(map(point, [*candidates(tuned, spec, gpu)[:1], *won]))]
+    return [
+        dict(where)
+        for where in dict.fromkeys(map(point, [*candidates(tuned, spec, gpu)[:1], *(won or shipped(tuned, twin, gpu))]))
+    ]
+
+
+def shipped(kernel: str, spec: Specialization, gpu: Gpu) -> list[Config]:
+    """Of kernels/sm80, in the ported rows that are shipped for a GPU."""
+    keys = {key_of(kernel, spec, length, gpu) for length in BUCKETS}
+    rows = (row for path in reader.shipped_paths() for row in reader.read(path))
+    return [row.config for row in rows if row.key in keys and row.obtained == PORTED]
 
 
 @click.group(help=__doc__)

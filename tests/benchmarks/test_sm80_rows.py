@@ -26,6 +26,7 @@ from fa2tune.rows.row import PORTED
 from fa2tune.spec.problem import BACKWARD, BUCKETS, FUSED, Specialization
 from fa2tune.spec.variant import implementation_of
 
+ROOT = Path(__file__).parents[2]
 sm80_rows, sm80_candidates = script("sm80_rows"), script("sm80_candidates")
 A100, L4 = gpus.named("a100"), gpus.named("l4")
 SPEC = Specialization("bf16", 128, 128, "causal")
@@ -143,6 +144,17 @@ def test_fp16_races_what_won_in_bf16(racing: Any) -> None:
         raced = [one["config"] for one in fp16["entries"]]
         assert raced[0] == bf16["entries"][0]["config"] and len(raced) <= 2
         assert all(config in [one["config"] for one in bf16["entries"]] for config in raced)
+
+
+def test_fp16_races_what_the_shipped_rows_of_bf16_have_where_nothing_was_raced(racing: Any) -> None:
+    rows = [row for row in reader.read(ROOT / "cache" / "a100.sqlite") if row.obtained == PORTED]
+    for (kernel, spec), configs in _plan(racing(), "fp16").items():
+        tuned, dims = "fwd" if kernel == "fwd" else "bwd_fused", ("bf16", 128, spec.mask)
+        like = [
+            row for row in rows if (row.key.kernel, row.key.dtype, row.key.head_dim, row.key.mask) == (tuned, *dims)
+        ]
+        assert len(like) == 6 and all(row.config in configs for row in like)
+        assert all(config in [row.config for row in like] for config in configs[1:])  # behind the default
 
 
 def test_races_of_other_sources_count_as_not_run(racing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
