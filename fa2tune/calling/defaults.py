@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from fa2tune.calling.schedules.forward_schedule import portable_is_faster
 from fa2tune.compiling import limits, registry
+from fa2tune.compiling.compiler import uses_descriptors
 from fa2tune.compiling.registry import variants_of
 from fa2tune.compiling.support import supports
 from fa2tune.gpus import Gpu
@@ -50,14 +51,14 @@ def better_default(kernel: str, problem: Problem, gpu: Gpu) -> Config | None:
     spec = problem.specialization
     width = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
     for variant in sorted(variants_of(kernel), key=lambda one: registry.rank(one.name)):
-        if not variant.space.is_default(width, gpu.arch) or (variant.descriptors and not problem.tma):
+        if not variant.space.is_default(width, gpu.arch) or not supports(variant, spec, gpu):
             continue
         if WARP_SPECIALIZED in variant.implementations and portable_is_faster(kernel, problem):
             continue
-        if supports(variant, spec, gpu):
-            config = variant.space.default(spec, gpu.arch)
-            if limits.before_compile(variant, spec, config, gpu) is None:
-                return config
+        config = variant.space.default(spec, gpu.arch)
+        addressed = problem.tma or not uses_descriptors(variant, config)
+        if addressed and limits.before_compile(variant, spec, config, gpu) is None:
+            return config
     return None
 
 

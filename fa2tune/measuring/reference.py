@@ -63,10 +63,11 @@ def make_inputs(
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [..., M, K] @ b [..., K, N] -> [..., M, N]. cuBLAS has no TF32 for rows that are not whole multiples of 16 bytes, so
-    where that is asked for they are filled up with zeros."""
-    if a.dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32":
-        return a @ b
+    where that is asked for they are filled up with zeros; so then are those of the gradients' products."""
     inner, columns = b.shape[-2:]
+    odd = inner % 4 or columns % 4
+    if not odd or a.dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return a @ b
     a, b = pad(a, (0, -inner % 4)), pad(b, (0, -columns % 4, 0, -inner % 4))
     return (a @ b)[..., :columns]
 

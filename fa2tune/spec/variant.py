@@ -80,9 +80,8 @@ class SearchSpace:
     #: padded head dim, the larger of both, from which the default serves in place of the portable kernel's where no row does;
     #: 0: it never does
     default_from: int = 0
-    default_on: tuple[
-        int, ...
-    ] = ()  #: compute capabilities on which it does; none named: all that the kernel compiles for
+    #: compute capabilities on which it does; none named: all that the kernel compiles for
+    default_on: tuple[int, ...] = ()
 
     def is_default(self, width: int, arch: int) -> bool:
         """Whether the default serves a padded head dim on a compute capability in place of the portable kernel's."""

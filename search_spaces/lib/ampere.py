@@ -8,7 +8,8 @@ NAME = "sm80"  #: the implementation that these kernels' configs name
 #: Bytes of shared memory a block may have, by compute capability; others have 99 KiB or are not served
 SHARED_BYTES = {80: 163 * 1024, 87: 163 * 1024, 90: 227 * 1024}
 LEAST_SHARED_BYTES = 99 * 1024
-#: Compute capabilities of the limits that the defaults were raced under, as sm_80 code on an H200: an A100's and an L4's.
+#: Compute capabilities whose limits the defaults were raced under, as sm_80 code on an H200: an A100's (80, 87: 163 KiB of
+#: shared memory a block) and an L4's (the others).
 RACED_LIMITS = (80, 86, 87, 88, 89, 120, 121)
 #: Keys of all heads of a band of the forward, at least: its short tiles can fill what its long ones leave. K and V of so many
 #: fit the L2 of an A100.

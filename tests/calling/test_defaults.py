@@ -18,6 +18,7 @@ from fa2tune.rows import reader
 from fa2tune.rows.row import PORTED, PREDICTED, Row, backward_implementation
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import BACKWARD, FUSED, KERNELS, SPLIT, STRATEGIES, Problem
+from fa2tune.spec.score import Score
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 H200, A100, B200 = (gpus.named(name) for name in ("h200", "a100", "b200"))
@@ -62,6 +63,12 @@ def test_what_their_kernels_cannot_run_or_was_not_measured_takes_the_portable_de
 @pytest.mark.parametrize("asked", [problem(dtype="fp32"), problem(tma=False), problem((32, 32))], ids=str)
 def test_what_warp_specialised_kernels_cannot_run_or_gain_takes_the_portable_default(asked: Problem) -> None:
     assert all(default_config(one, asked, H200) == portable_default(one, asked, 90) for one in KERNELS)
+
+
+@pytest.mark.parametrize(("dim", "portable"), [(64, True), (128, False)])
+def test_a_forward_with_a_soft_cap_takes_the_default_that_was_measured_to_be_faster(dim: int, portable: bool) -> None:
+    asked = replace(problem((dim, dim)), score=Score("softcap", 50.0))
+    assert (default_config("fwd", asked, H200) == portable_default("fwd", asked, 90)) == portable
 
 
 def test_a_fused_backward_is_no_default() -> None:

@@ -70,6 +70,16 @@ def test_rows_that_see_no_key_are_zero_with_zero_gradient():
     assert all(torch.isfinite(got[name]).all() for name in ("o", "dq", "dk", "dv"))
 
 
+def test_rows_that_are_filled_up_for_tf32_change_nothing():
+    asked = Problem("fp32", 1, 4, 2, 11, 13, 20, 12, CAUSAL)
+    inputs = reference.make_inputs(asked, "cpu", with_dlse=True)
+    plain = reference.evaluate(inputs, torch.float32, mask=CAUSAL)
+    with verify._strict("tf32"):
+        padded = reference.evaluate(inputs, torch.float32, mask=CAUSAL)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(padded[name], tensor, rtol=1e-6, atol=1e-6)
+
+
 def test_no_keys_at_all():
     got = reference.evaluate(reference.make_inputs(problem(seqlen_k=0), "cpu"), torch.float64)
     assert got["o"].abs().max() == 0 and torch.isneginf(got["lse"]).all()

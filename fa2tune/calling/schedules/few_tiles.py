@@ -53,13 +53,13 @@ LAUNCH_US, SECOND_Q_US = {1: 3.41, 2: 2.97, 3: 3.01}, 0.48
 #: RESCALE "never": a block's time over that of "lazy", at the columns of TilePace.block, of up to the last; what a tile's start
 #: takes more at 128 columns, and more for 128 columns more; microseconds of the pass over K that comes before, and bytes of K a
 #: microsecond. Where times come from rows, whose blocks have all of it but the pass, that takes what NORMS_US says.
-#: Without a mask a block at 256 columns gains more: fitted to 13 calls of launch_choices_fwd.json.gz, as near in 13 held out.
-#: Packed calls alone count with that: what dense ones would have instead was not timed (docs/experiments/packed-tiles.md).
+#: NEVER_UNMASKED: of packed calls without a mask, where a block at 256 columns gains more: fitted to 13 calls of
+#: launch_choices_fwd.json.gz, as near in 13 held out (docs/experiments/packed-tiles.md). Dense ones: NEVER_THREE_STAGES.
 NEVER, NEVER_UNMASKED, NEVER_START, NEVER_START_WIDER = (0.85, 0.93, 1.05), (0.85, 0.85, 1.05), 0.72, 0.36
 NEVER_US, NEVER_BYTES_PER_US = 2.5, 2.47e6
 NORMS_US, NORMS_BYTES_PER_US = 4.0, 3.0e6
-#: NEVER of dense calls without a mask, with three stages of 64 keys: fitted to 36 pairs of benchmarks/calls/dense_forwards*,
-#: whose errors fall from 0.12 to 0.07; by either half of the calls, from 0.16 and 0.09 to 0.09 and 0.05 in the other.
+#: NEVER of dense calls without a mask, with three stages of 64 keys: fitted to pairs of benchmarks/calls/dense_forwards*, 33 of
+#: which stand 0.10 off by NEVER, root mean square, and 0.06 by these; by either half, the other is 0.09 and 0.05 off.
 NEVER_THREE_STAGES = (0.85, 0.87, 0.85)
 #: With a third stage in O's memory, where rows begin in the midst of a sector: a block's time, and microseconds more a tile,
 #: whose end waits for O. Fitted to seven calls at 168 and 184 (dense_forwards_wide.json); at 176 and 192 tiles of few blocks
@@ -88,7 +88,7 @@ LONG_KEYS = 1024
 #: tiles of FULL_TILE rows are more than MOST_TILES a multiprocessor, the last one where the row was tuned at the call's own
 #: head dim, one of RACED. Such a row stays where calls have more keys than FEW_KEYS and so many tiles, or more than MOST_KEYS;
 #: and with RESCALE "never" and WIDE_COLUMNS of K and V one of any head dim, where calls have so many tiles and more keys than
-#: MOST_KEYS: it took 0.92 to 0.97 of the time of "lazy" in three of three. The constants, fitted to smaller calls, say 1.05.
+#: MOST_KEYS: it took 0.92 to 0.97 of the time of "lazy" in three of three. NEVER, fitted to smaller calls, says 1.05.
 #: Not where there is a third stage: that took 0.89 and 0.93 of the time of "never" in two of two.
 MARGIN, MANY_MARGIN, OWN_MARGIN, WIDE_COLUMNS = 0.03, 0.05, 0.1, 384
 RACED = (64, 128, 256)  #: head dims whose rows stand on hundreds of trials, at each length
