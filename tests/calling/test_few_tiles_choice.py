@@ -325,9 +325,10 @@ def errors_of_norms() -> list[float]:
 
 def test_norms_of_three_stages_without_a_mask_are_as_raced(monkeypatch: pytest.MonkeyPatch) -> None:
     now = np.array(errors_of_norms())
-    monkeypatch.setattr(few_tiles, "NEVER_THREE_STAGES", few_tiles.NEVER)
+    for name in ("NEVER_THREE_STAGES", "NEVER_THIRD_STAGE"):
+        monkeypatch.setattr(few_tiles, name, few_tiles.NEVER)
     before = np.array(errors_of_norms())
-    assert len(now) >= 30 and np.sqrt(np.mean(now**2)) < 0.07 < 0.09 < np.sqrt(np.mean(before**2))
+    assert len(now) >= 80 and np.sqrt(np.mean(now**2)) < 0.07 < 0.09 < np.sqrt(np.mean(before**2))
     assert abs(now.mean()) < 0.02 and before.mean() < -0.06
     asked = described("16 x 18/18 heads, 2311 queries, 2311 keys, head dim 208/96, full")  # 1560 us, 1691 with "lazy"
     monkeypatch.undo()

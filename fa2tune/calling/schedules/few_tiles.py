@@ -58,13 +58,18 @@ LAUNCH_US, SECOND_Q_US = {1: 3.41, 2: 2.97, 3: 3.01}, 0.48
 NEVER, NEVER_UNMASKED, NEVER_START, NEVER_START_WIDER = (0.85, 0.93, 1.05), (0.85, 0.85, 1.05), 0.72, 0.36
 NEVER_US, NEVER_BYTES_PER_US = 2.5, 2.47e6
 NORMS_US, NORMS_BYTES_PER_US = 4.0, 3.0e6
-#: NEVER of dense calls without a mask, with three stages of 64 keys: fitted to pairs of benchmarks/calls/dense_forwards*, 33 of
-#: which stand 0.10 off by NEVER, root mean square, and 0.06 by these; by either half, the other is 0.09 and 0.05 off.
-NEVER_THREE_STAGES = (0.85, 0.87, 0.85)
+#: NEVER of dense calls without a mask, with three stages of 64 keys, and with the third in O's memory, which hides part of the
+#: same: fitted to 88 pairs of benchmarks/calls/dense_forwards*. By either half of 36 of them, the error in the other fell from
+#: 0.16 and 0.09 to 0.09 and 0.05.
+NEVER_THREE_STAGES, NEVER_THIRD_STAGE = (0.85, 0.87, 0.88), (0.85, 0.87, 0.93)
 #: With a third stage in O's memory, where rows begin in the midst of a sector: a block's time, and microseconds more a tile,
 #: whose end waits for O. Fitted to seven calls at 168 and 184 (dense_forwards_wide.json); at 176 and 192 tiles of few blocks
 #: lost 12 %, and long ones gained 0 to 5.
 THIRD_STAGE, THIRD_STAGE_START = 0.92, 1.0
+#: Of head dims above 128 up to so many the second part has 16 or 32 columns: where multiprocessors have several tiles of 64
+#: rows a block took so many times as long, as two programs gain less by each other; of larger tiles 1.00 to 1.15
+#: (dense_forwards_never.json.gz).
+NARROW_PARTS_DIM, NARROW_PARTS = 160, 1.2
 #: Keys of a dense call from which on a block takes longer where Q is read from shared memory and V has fewer columns: of the
 #: three raced calls of such head dims those of 1114 and 1766 keys take 1.14 and 1.11 of the time so, that of 80 keys 0.93.
 KEPT_KEYS = 640
@@ -164,8 +169,9 @@ def _never(problem: Problem, config: Config) -> tuple[float, float, float]:
         return NEVER
     if problem.extent.ragged:
         return NEVER_UNMASKED
-    large = config["BLOCK_M"] > 64 and config["BLOCK_N"] == 64
-    return NEVER_THREE_STAGES if large and config["STAGES"] == 3 else NEVER
+    if config["BLOCK_M"] == 64 or config["BLOCK_N"] != 64 or config["STAGES"] != 3:
+        return NEVER
+    return NEVER_THIRD_STAGE if config["O_THROUGH"] == "q" else NEVER_THREE_STAGES
 
 
 def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None:
@@ -174,6 +180,9 @@ def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None
     if not covers(problem) or (paces := paces_us(problem, config)) is None:
         return None
     launch, block, start = paces
+    shared = config["BLOCK_M"] == 64 and problem.query_tiles(64) * problem.heads_q > sm_count
+    if shared and FULL_TILE < max(problem.head_dim, problem.head_dim_v) <= NARROW_PARTS_DIM:
+        block *= NARROW_PARTS
     return launch + block * busiest(problem, config, sm_count, start / block)
 
 

@@ -90,8 +90,8 @@ LEAST_TILE_ROWS = 128
 #: The warp-specialised kernel: up to so many such tiles a multiprocessor, since of more the last turn counts for little, and
 #: from so many queries on, since fewer leave most of a tile empty. And tiles have to be alike, as the estimate counts turns of
 #: equal ones: under no mask, in a window, or with so many times as many keys as queries. Of other causal calls there is one
-#: turn at most, whose longest tile decides: the tuned kernel is then estimated by that one, too (few_tiles). Of twelve raced
-#: calls the three that take it need 0.69 to 0.97 of the time; of the other nine one would need less, 0.82.
+#: turn at most, whose longest tile decides: the tuned kernel is then estimated by that one, too (few_tiles). The raced
+#: calls that take it need 0.78 and 0.87 of the time; of head dims 136 to 160 splits took 0.94 to 1.66, so none does.
 HOPPER_TURNS, HOPPER_QUERIES, HOPPER_KEYS = 2.0, 32, 4
 
 
@@ -294,8 +294,9 @@ def _hopper_asked(problem: Problem, gpu: Gpu) -> bool:
 
 
 def _by_longest_us(problem: Problem, config: Config, gpu: Gpu) -> float:
-    """Microseconds of a tuned causal forward in one turn; 0: not known."""
-    if not visits.longest_last(problem.mask) or _alike(problem):
+    """Microseconds of a tuned causal forward in one turn; 0: not known, or of head dims whose splits gained nothing."""
+    narrow_parts = few_tiles.FULL_TILE < max(problem.head_dim, problem.head_dim_v) <= few_tiles.NARROW_PARTS_DIM
+    if not visits.longest_last(problem.mask) or _alike(problem) or narrow_parts:
         return 0.0
     return few_tiles.expected_us(problem, config, gpu.sm_count) or 0.0
 
