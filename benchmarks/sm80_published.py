@@ -34,7 +34,7 @@ CALLS = (HERE / "calls" / "sm80_calls.json", HERE / "calls" / "sm80_calls_shippe
 PEER, OURS = "fa2", "fa2tune"
 FROZEN_ON, HELD_TO = "64", "128"  #: head dims
 HOPPER, A100 = "h100-sxm", "a100-sxm-80gb"
-PASSES = {"both": ("fwd", "bwd"), "fwd": ("fwd",)}
+PASSES_OF = {"both": ("fwd", "bwd"), "fwd": ("fwd",)}
 NAMES = {"both": "forward and backward", "fwd": "forward"}
 NAMES_APART = {"fwd": "forward", "bwd": "backward"}
 WITHIN = 0.05  #: what the model is to keep to
@@ -67,7 +67,7 @@ def steps(
     for one in samples:  # the default is the first of each
         defaults.setdefault((one.pass_, f"{one.head_dim} {one.mask}"), one)
     hopper = gpus.named(HOPPER)
-    for what, part in ((what, record[what]) for what in PASSES):
+    for what, part in ((what, record[what]) for what in PASSES_OF):
         for name, cells in part["gpus"].items():
             for cell, speeds in cells.items() if name != HOPPER else ():
                 both = zip(part["lengths"], speeds, part["gpus"][HOPPER][cell], strict=True)
@@ -75,9 +75,9 @@ def steps(
                 model = tuple(
                     sum(
                         defaults[one, cell].predicted_ms(change(gpus.named(name)), "there", length)
-                        for one in PASSES[what]
+                        for one in PASSES_OF[what]
                     )
-                    / sum(defaults[one, cell].predicted_ms(hopper, "here", length) for one in PASSES[what])
+                    / sum(defaults[one, cell].predicted_ms(hopper, "here", length) for one in PASSES_OF[what])
                     for length, _ in known
                 )
                 yield Step(name, what, cell, *zip(*known, strict=True), model)  # type: ignore[misc]
@@ -121,7 +121,7 @@ def shares(record: Mapping[str, Any], calls: Mapping[str, Any], gpu: str = A100)
     part = record["both"]
     return {
         cell: [
-            theirs / speed(calls, cell, length, PASSES["both"])
+            theirs / speed(calls, cell, length, PASSES_OF["both"])
             for length, theirs in zip(part["lengths"], speeds, strict=True) if theirs
         ]
         for cell, speeds in part["gpus"][gpu].items()
@@ -142,7 +142,7 @@ def expected(calls: Mapping[str, Any], step: float, length: int = 8192) -> Itera
     for dim in (FROZEN_ON, HELD_TO):
         for mask in ("full", "causal"):
             cell = f"{dim} {mask}"
-            yield cell, {pass_: step * speed(calls, cell, length, (pass_,), OURS) for pass_ in PASSES["both"]}
+            yield cell, {pass_: step * speed(calls, cell, length, (pass_,), OURS) for pass_ in PASSES_OF["both"]}
 
 
 def _percent(values: Sequence[float]) -> str:
@@ -164,7 +164,7 @@ def by_level(record: Mapping[str, Any], calls: Mapping[str, Any]) -> Iterator[st
         )
     most = {
         pass_: max(step * speed(calls, cell, length, (pass_,)) for cell in found for length in record["both"]["lengths"])
-        for pass_ in PASSES["both"]
+        for pass_ in PASSES_OF["both"]
     }  # fmt: skip
     known = record["most"]
     said = {pass_: f"{known[pass_]:.0f} ({100 * (own / known[pass_] - 1):+.0f} %)" for pass_, own in most.items()}

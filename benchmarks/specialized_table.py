@@ -15,12 +15,12 @@ import click
 import marked
 
 from fa2tune.rows import reader
+from fa2tune.rows.describe import PASSES
 from fa2tune.rows.row import Row, over_portable
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD, BUCKETS
 
 SCRIPT, PART = "specialized_table", "rows"
-PASSES = (("forward", "fwd"), ("backward", BACKWARD))
 
 
 def best(rows: Sequence[Row], kernel: str, dim: int, mask: str, bucket: int) -> Row | None:
@@ -45,12 +45,12 @@ def cell(row: Row | None, rows: Sequence[Row]) -> tuple[str, float | None]:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    ratios: dict[str, list[float]] = {name: [] for name, _ in PASSES}
+    ratios: dict[str, list[float]] = {name: [] for name in PASSES.values()}
     lines = ["| head dim | mask | pass | " + " | ".join(f"{n // 1024}k" if n >= 1024 else str(n) for n in BUCKETS) + " |",
              "|--:|--|--|" + "--:|" * len(BUCKETS)]  # fmt: skip
     for dim in sorted({row.key.head_dim for row in rows}):
         for mask in ROW_MASKS:
-            for name, kernel in PASSES:
+            for kernel, name in PASSES.items():
                 cells = [cell(best(rows, kernel, dim, mask, bucket), rows) for bucket in BUCKETS]
                 ratios[name] += [ratio for _, ratio in cells if ratio]
                 lines.append(f"| {dim} | {mask} | {name} | " + " | ".join(text for text, _ in cells) + " |")
