@@ -66,10 +66,10 @@ NEVER_THREE_STAGES, NEVER_THIRD_STAGE = (0.85, 0.87, 0.88), (0.85, 0.87, 0.93)
 #: whose end waits for O. Fitted to seven calls at 168 and 184 (dense_forwards_wide.json); at 176 and 192 tiles of few blocks
 #: lost 12 %, and long ones gained 0 to 5.
 THIRD_STAGE, THIRD_STAGE_START = 0.92, 1.0
-#: Of head dims above 128 up to so many the second part has 16 or 32 columns: where multiprocessors have several tiles of 64
-#: rows a block took so many times as long, as two programs gain less by each other; of larger tiles 1.00 to 1.15
+#: Of head dims above the first and up to the second the second part has 16 or 32 columns: where multiprocessors have several
+#: tiles of 64 rows a block took so many times as long, as two programs gain less by each other; of larger tiles 1.00 to 1.15
 #: (dense_forwards_never.json.gz).
-NARROW_PARTS_DIM, NARROW_PARTS = 160, 1.2
+NARROW_PART_DIMS, NARROW_PART = (128, 160), 1.2
 #: Keys of a dense call from which on a block takes longer where Q is read from shared memory and V has fewer columns: of the
 #: three raced calls of such head dims those of 1114 and 1766 keys take 1.14 and 1.11 of the time so, that of 80 keys 0.93.
 KEPT_KEYS = 640
@@ -175,6 +175,12 @@ def _never(problem: Problem, config: Config) -> tuple[float, float, float]:
     return NEVER_THIRD_STAGE if config["O_THROUGH"] == "q" else NEVER_THREE_STAGES
 
 
+def has_narrow_part(problem: Problem) -> bool:
+    """Whether the wider head dim is one of NARROW_PART_DIMS."""
+    above, up_to = NARROW_PART_DIMS
+    return above < max(problem.head_dim, problem.head_dim_v) <= up_to
+
+
 def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None:
     """Microseconds that a config of the Hopper forward is expected to take for a dense call; None: of its form nothing was
     measured."""
@@ -182,8 +188,8 @@ def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None
         return None
     launch, block, start = paces
     shared = config["BLOCK_M"] == 64 and problem.query_tiles(64) * problem.heads_q > sm_count
-    if shared and FULL_TILE < max(problem.head_dim, problem.head_dim_v) <= NARROW_PARTS_DIM:
-        block *= NARROW_PARTS
+    if shared and has_narrow_part(problem):
+        block *= NARROW_PART
     return launch + block * busiest(problem, config, sm_count, start / block)
 
 
@@ -199,12 +205,14 @@ def norms_us(problem: Problem) -> float:
 @lru_cache(maxsize=1024)
 def configs(spec: Specialization, arch: int) -> tuple[Config, ...]:
     """Those of OFFERED and NEVER_OFFERED that these head dims leave room for, and with a third stage."""
+
+    def of(forms: Sequence[TileForm]) -> list[Config]:
+        found = [of_tiles(spec, *form) for form in forms]
+        return found + [third for config in found if (third := third_stage(spec, config)) is not None]
+
     narrow = max(spec.head_dim, spec.head_dim_v) <= WHOLE_DIM
-    found = [of_tiles(spec, *form) for form in (NARROW_OFFERED if narrow else OFFERED)]
-    found += [third for config in found if (third := third_stage(spec, config)) is not None]
-    never = [of_tiles(spec, *form) for form in NEVER_OFFERED]
-    never += [third for config in never if (third := third_stage(spec, config)) is not None]
-    found += [{**config, "RESCALE": "never"} for config in never]
+    found = of(NARROW_OFFERED if narrow else OFFERED)
+    found += [{**config, "RESCALE": "never"} for config in of(NEVER_OFFERED)]
     return tuple(config for config in found if SPACE.broken(config, spec, arch) is None)
 
 

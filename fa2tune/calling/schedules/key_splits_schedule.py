@@ -295,8 +295,7 @@ def _hopper_asked(problem: Problem, gpu: Gpu) -> bool:
 
 def _by_longest_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds of a tuned causal forward in one turn; 0: not known, or of head dims whose splits gained nothing."""
-    narrow_parts = few_tiles.FULL_TILE < max(problem.head_dim, problem.head_dim_v) <= few_tiles.NARROW_PARTS_DIM
-    if not visits.longest_last(problem.mask) or _alike(problem) or narrow_parts:
+    if not visits.longest_last(problem.mask) or _alike(problem) or few_tiles.has_narrow_part(problem):
         return 0.0
     return few_tiles.expected_us(problem, config, gpu.sm_count) or 0.0
 
