@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 
@@ -54,8 +55,6 @@ class Context:
 @contextmanager
 def without_autograd() -> Iterator[None]:
     """Its functions run backward right after forward, where a tensor requires gradients."""
-    from unittest import mock
-
     import torch
     from flash_attn.cute import interface
 
@@ -75,6 +74,16 @@ def without_autograd() -> Iterator[None]:
         yield
 
 
+def on_the_gpu(sides: Any) -> Any:
+    """Offsets of packed sequences, which are made on the CPU where there is no GPU."""
+
+    def moved(packing: Any) -> tuple[Any, ...]:
+        of_q, of_k, *longest = sides(packing)
+        return of_q.to("cuda"), of_k.to("cuda"), *longest
+
+    return moved
+
+
 def compile_one(name: str, what: str, seed: str) -> str | None:
     """In a process of the pool: a call's kernels; or why there are none."""
     import random_packings
@@ -83,8 +92,9 @@ def compile_one(name: str, what: str, seed: str) -> str | None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     call = drawing(what, seed)[name]
+    offsets = random_packings._sides
     try:
-        with FakeTensorMode(), without_autograd():
+        with FakeTensorMode(), without_autograd(), mock.patch.object(random_packings, "_sides", on_the_gpu(offsets)):
             if isinstance(call, random_packings.Packing):
                 attention = random_packings.PEERS["fa4"].make(call)
                 queries, keys = (sum(call.of_q),), (sum(call.of_k),)

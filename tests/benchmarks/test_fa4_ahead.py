@@ -39,7 +39,12 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     cute: Any = ModuleType("flash_attn.cute")
     cute.interface = interface
     cute.flash_attn_func = lambda q, k, v, **_: interface.FlashAttnFunc.apply(q, k, v)
-    cute.flash_attn_varlen_func = lambda q, k, v, **_: interface.FlashAttnVarlenFunc.apply(q, k, v)
+
+    def varlen(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, **_: Any) -> Any:
+        assert cu_seqlens_q.device == q.device
+        return interface.FlashAttnVarlenFunc.apply(q, k, v)
+
+    cute.flash_attn_varlen_func = varlen
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     return called
@@ -53,6 +58,13 @@ def test_a_call_compiles_both_forwards_and_its_backward(what: str, passes: list[
     assert fa4_ahead.compile_one(name, what, SEED) is None
     shape = call.batch * call.seqlen_q, call.heads_q, call.head_dim
     assert passes == [("forward", False, *shape), ("forward", True, *shape), ("backward", True, *shape)]
+
+
+def test_offsets_of_packed_sequences_lie_where_the_tensors_do(passes: list[tuple[Any, ...]]) -> None:
+    name, call = next(iter(fa4_ahead.drawing("random_packings", SEED).items()))
+    assert fa4_ahead.compile_one(name, "random_packings", SEED) is None
+    assert [found[0] for found in passes] == ["forward", "forward", "backward"]
+    assert passes[0][2:] == (sum(call.of_q), call.heads_q, call.head_dim)
 
 
 def test_a_call_that_the_peer_refuses_is_named(passes: list[tuple[Any, ...]]) -> None:
