@@ -252,18 +252,25 @@ class Chooser:
         return None
 
     def _fused_behind(self) -> str:
-        """The implementation of the fused kernel of the best row that was not predicted, if of a near problem; "": it is split,
-        of portable kernels, or there is none."""
+        """The implementation of the fused kernel of the best row that was not predicted, if of a near problem, else of the
+        documented default; "": these are split, or of portable kernels."""
         raced = (one.row for one in self.ladder(BACKWARD) if one.row.obtained != PREDICTED)
         best = next((row for row in raced if self.strategy_refusal(row, False) is None), None)
-        kind = kinds_of(best).get(FUSED_KERNEL) if best else None
+        if best is None:
+            config = self.better_default(FUSED_KERNEL)
+            return kind_of(implementation_of(config)).words if config else ""
+        kind = kinds_of(best).get(FUSED_KERNEL)
         return kind.words if kind and kind.special else ""
 
     def strategy(self, deterministic: bool) -> tuple[str, Mapping[str, Kind]]:
-        """(strategy, kernel -> the kind of its row), by the row of the whole backward; the strategy is "split" or "fused",
-        split where there is no row (it is deterministic), and a kernel that the row does not name chooses by itself."""
+        """(strategy, kernel -> the kind of its row), by the row of the whole backward; a kernel that the row does not name
+        chooses by itself. Where there is no row: "fused" if that is the documented default, else "split"."""
         answer, _ = self.find_backward(deterministic)
-        return (answer.row.strategy, kinds_of(answer.row)) if answer else (SPLIT, {})
+        if answer is not None:
+            return answer.row.strategy, kinds_of(answer.row)
+        large = packed_schedule.sums_too_large(self.problem, self.gpu)
+        fused = not deterministic and not large and self.better_default(FUSED_KERNEL) is not None
+        return FUSED if fused else SPLIT, {}
 
     def choose(self, kernel: str, kind: Kind | None = None) -> Choice:
         """The choice for one kernel: by the best row of the ladder, else the default. ``kind``: of which it is to be, where

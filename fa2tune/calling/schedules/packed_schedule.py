@@ -71,6 +71,8 @@ ALIKE = 512
 SHORT, FEW_KEYS = 1024, 512
 #: Share of the GPU's memory that float32 sums of dQ may take where most of their rows are padding.
 MOST_MEMORY = 1 / 32
+#: Compute capabilities where dense calls of short sequences have a kernel without these sums (sm90/bwd_one_tile.py).
+SHORT_WITHOUT_SUMS = (90,)
 
 
 def covers_backward(variant: Variant) -> bool:
@@ -80,11 +82,11 @@ def covers_backward(variant: Variant) -> bool:
 def sums_too_large(problem: Problem, gpu: Gpu) -> bool:
     """Whether the fused backward's float32 sums of dQ are too large, by the padding of many short sequences: each has whole
     blocks of 128 rows. 10,000 sequences of 10 tokens, 32 heads of 128, take 22.6 GB. The split kernels have no sums."""
-    if not problem.extent.ragged:
+    if not problem.extent.ragged and gpu.arch in SHORT_WITHOUT_SUMS:
         return False
-    spec, rows = problem.specialization, bwd_fused.padded_rows(problem)
+    spec, rows = problem.specialization, problem.batch * bwd_fused.padded_rows(problem)
     held = 4 * problem.heads_q * rows * bwd_fused.columns(spec, {"NARROW": bwd_fused.is_narrow(spec)})
-    return rows > 2 * problem.seqlen_q and held > gpu.hbm_bytes * MOST_MEMORY
+    return rows > 2 * problem.batch * problem.seqlen_q and held > gpu.hbm_bytes * MOST_MEMORY
 
 
 def forms(problem: Problem, choice: Choice) -> list[Config]:
