@@ -280,16 +280,16 @@ def leader(entries: Sequence[dict[str, Any]], tainted: int) -> dict[str, Any] | 
 
 
 def followers(journal: Journal, kernel: str, spec: Specialization, gpu: Gpu) -> list[dict[str, Any]]:
-    """What won in bf16 at any length, after the default: in the journal's races, where it has none in the shipped rows."""
+    """What won in bf16 at any length, after the default: in the journal's races, where it has none in the shipped rows. As such
+    a row would serve this dtype."""
     twin = replace(spec, dtype="bf16")
     about = [("race", *of(kernel, twin, length, gpu.name)) for length in BUCKETS]
     races = [journal.entries[one] for one in about if one in journal.entries]
     won = [best["config"] for one in races if (best := leader(one["entries"], one["tainted"]))]
     tuned = "fwd" if kernel == "fwd" else "bwd_fused"
-    return [
-        dict(where)
-        for where in dict.fromkeys(map(point, [*candidates(tuned, spec, gpu)[:1], *(won or shipped(tuned, twin, gpu))]))
-    ]
+    fitted = registry.variant_named(SM80[tuned]).fitted
+    first = [fitted(spec, config) for config in (won or shipped(tuned, twin, gpu))]
+    return [dict(where) for where in dict.fromkeys(map(point, [*candidates(tuned, spec, gpu)[:1], *first]))]
 
 
 def shipped(kernel: str, spec: Specialization, gpu: Gpu) -> list[Config]:

@@ -19,16 +19,20 @@ STEP = 16  #: rows or columns of a product's operands that are in registers at o
 TURN_ROWS = 16  #: of dQ, to which key tiles add in turns with IN_ORDER: no block has fewer
 ROW_UNIT = 128  #: query rows of the workspaces are whole multiples: whole blocks, of any config
 
-#: (BLOCK_M, BLOCK_N, num_warps, P_THROUGH, EARLY, SCORE_WARPS, KEY_WARPS, QUERY_WARPS) by padded head dim, at least 64: the
-#: best of docs/experiments/mma-sync.md at 64 and 128; at 256 what fits.
+APART = "KEYS_APART"
+#: (BLOCK_M, BLOCK_N, num_warps, P_THROUGH, EARLY, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, and what is True besides) by the most
+#: columns of Q, K and V: the best of the races of docs/experiments/mma-sync.md.
 BEST = {
-    64: (32, 128, 4, "registers", False, 1, 4, 2), 128: (128, 128, 8, "one", False, 4, 4, 4),
-    256: (64, 64, 8, "shared", False, 2, 4, 2),
+    64: (32, 128, 4, "registers", False, 1, 4, 2, ()), 96: (64, 128, 8, "shared", True, 2, 4, 2, (APART,)),
+    128: (128, 128, 8, "one", False, 4, 4, 4, ()), 256: (64, 64, 8, "shared", False, 2, 2, 2, ()),
 }  # fmt: skip
 #: Under a mask.
-BEST_CAUSAL = {**BEST, 128: (64, 128, 8, "shared", True, 2, 2, 2)}
-#: For 99 KiB of shared memory a block.
-BEST_SMALL = {64: BEST[64], 128: (64, 64, 4, "shared", True, 2, 2, 2), 256: (16, 64, 8, "shared", False, 1, 4, 1)}
+BEST_CAUSAL = {**BEST, 128: (64, 128, 8, "shared", True, 2, 2, 2, ())}
+#: For 99 KiB of shared memory a block. At 256 V is in registers: beside it there is no room for 32 queries.
+BEST_SMALL = {
+    64: BEST[64], 128: (64, 64, 4, "shared", True, 2, 2, 2, ()),
+    256: (32, 64, 8, "shared", False, 2, 2, 2, ("V_IN_REGISTERS",)),
+}  # fmt: skip
 
 
 def padded_rows(problem: Problem) -> int:
@@ -80,7 +84,10 @@ def default(spec: Specialization, arch: int) -> Config:
         if not spec.mask_hooks.masked and not spec.scored
         else BEST_CAUSAL
     )
-    block_m, block_n, warps, through, early, score, key, query = best[max(64, d, dv)]
+    most = max(spec.head_dim, spec.head_dim_v)
+    alike = spec.head_dim == spec.head_dim_v  # as products apart have to be
+    held = min(columns for columns in best if columns >= most and (alike or APART not in best[columns][-1]))
+    block_m, block_n, warps, through, early, score, key, query, true = best[held]
     while 8 * (warps // key) > min(d, dv):  # few columns of one of the two
         key *= 2
     while 8 * (warps // query) > d:
@@ -89,15 +96,15 @@ def default(spec: Specialization, arch: int) -> Config:
     return {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "P_THROUGH": through, "EARLY": early, "SCORE_WARPS": score,
         "KEY_WARPS": key, "QUERY_WARPS": query, "HEADS_PER_WAVE": 16, "IMPLEMENTATION": NAME, "num_warps": warps,
-        "maxnreg": 0,
+        "maxnreg": 0, **dict.fromkeys(true, True),
     }  # fmt: skip
 
 
 def fitted(spec: Specialization, config: Config) -> Config:
-    """A row's config for calls that have a score term: with buffers of their own for P and dS, as "term_has_room" wants it, and
-    as many queries a block as there is then memory for."""
+    """A row's config without scores apart in fp16, as "dp_has_range" wants it. For calls that have a score term: with buffers
+    of their own for P and dS, as "term_has_room" wants it, and as many queries a block as there is then memory for."""
     if not spec.scored:
-        return config
+        return {**config, "SCORES_APART": False} if spec.dtype == "fp16" else config
     found = {**config, "SCORES_APART": False}
     if config["P_THROUGH"] == "one":
         found |= {"P_THROUGH": "shared", "EARLY": True, "BLOCK_M": min(config["BLOCK_M"], 64)}
@@ -156,6 +163,13 @@ SPACE = SearchSpace(
                     and not (config["SCORES_APART"] and (config["V_IN_REGISTERS"] or config["SCORE_WARPS"] == 1))
                 )
             ),
+        ),
+        Constraint(
+            "dp_has_range",
+            "SCORES_APART in fp16",
+            "dP less delta goes through shared memory in 16 bits, not yet times P: with a scaled loss it exceeds 65504, where "
+            "gradients do not",
+            lambda config, spec, arch: not config["SCORES_APART"] or spec.dtype == "bf16",
         ),
         Constraint(
             "term_has_room",

@@ -18,11 +18,11 @@ from fa2tune.spec.variant import WARP_THREADS, Constraint, SearchSpace, added
 
 STEP = 16  #: columns of Q and K that are in registers at once, where Q is read from shared memory
 
-#: (BLOCK_M, BLOCK_N, num_warps, SCHEDULE, Q_IN_REGISTERS, SUMS) by padded head dim, at least 64: the best of
-#: docs/experiments/mma-sync.md at 64 and 128, of docs/experiments/ported.md at 256.
+#: (BLOCK_M, BLOCK_N, num_warps, SCHEDULE, Q_IN_REGISTERS, SUMS) by the most columns of Q, K and V: the best of the races of
+#: docs/experiments/mma-sync.md.
 BEST = {
-    64: (128, 64, 4, "double", True, "first"), 128: (128, 32, 4, "double", False, "first"),
-    256: (128, 32, 8, "double", True, "mma"),
+    64: (128, 64, 4, "double", True, "first"), 96: (128, 64, 4, "fa2", False, "add"),
+    128: (128, 32, 4, "double", False, "first"), 256: (64, 32, 4, "fa2", True, "mma"),
 }  # fmt: skip
 #: The same for 99 KiB of shared memory a block, and 100 a multiprocessor: two blocks of it, but for 256, where one block has
 #: eight warps.
@@ -54,9 +54,8 @@ def live_registers(config: Config, spec: Specialization) -> int:
 
 def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts."""
-    widest = max(64, *block_dims(spec))
-    small = shared_limit(arch) < 160 * 1024
-    block_m, block_n, warps, schedule, q_in_registers, sums = (BEST_SMALL if small else BEST)[widest]
+    best, most = BEST_SMALL if shared_limit(arch) < 160 * 1024 else BEST, max(spec.head_dim, spec.head_dim_v)
+    block_m, block_n, warps, schedule, q_in_registers, sums = best[min(columns for columns in best if columns >= most)]
     return {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "SCHEDULE": schedule, "Q_IN_REGISTERS": q_in_registers, "SUMS": sums,
         "HEADS_PER_WAVE": 16, "IMPLEMENTATION": NAME, "num_warps": warps, "maxnreg": 0,

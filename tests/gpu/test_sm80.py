@@ -4,6 +4,7 @@ and where that has better kernels, so that the search spaces refuse these, those
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -13,16 +14,19 @@ import torch
 from hopper_cases import as_they_are, check, inside_a_wider_one, sequence_first
 
 import fa2tune
+from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
 from fa2tune.calling.schedules import ordered
-from fa2tune.compiling import registry
+from fa2tune.compiling import compiler, registry
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
+from fa2tune.rows import reader
+from fa2tune.rows.describe import describe
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
-from fa2tune.spec.problem import FUSED, Problem
+from fa2tune.spec.problem import FUSED, Config, Problem, Specialization
 from fa2tune.spec.score import Score
-from fa2tune.spec.variant import Variant
+from fa2tune.spec.variant import Variant, implementation_of
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
@@ -149,6 +153,50 @@ def test_forms_of_the_backward(form: tuple[Any, ...], mask: Mask) -> None:
     changes = changes_of(form)
     for lengths in LENGTHS:
         checked(BACKWARD, posed(*lengths, mask=mask), changes)
+
+
+def named_by_rows() -> list[tuple[Variant, Specialization, Config]]:
+    """What shipped rows of GPUs without wgmma name, each machine code once."""
+    found = {}
+    for row in (row for path in reader.shipped_paths() for row in reader.read(path)):
+        variant = {"fwd": FORWARD, "bwd_fused": BACKWARD}.get(row.key.kernel)
+        if variant is not None and implementation_of(row.config) in variant.implementations:
+            key = row.key
+            spec = Specialization(key.dtype, key.head_dim, key.head_dim_v, key.mask)
+            asked = variant.name, spec, json.dumps(compiler.binary_config(variant, row.config), sort_keys=True)
+            found[asked] = variant, spec, row.config
+    return list(found.values())
+
+
+@pytest.mark.parametrize(
+    ("variant", "spec", "config"), named_by_rows(),
+    ids=lambda part: part.short_name if isinstance(part, Variant) else describe(part) if isinstance(part, dict) else
+    f"{part.dtype}-{part.head_dim}-{part.mask}",
+)  # fmt: skip
+def test_what_shipped_rows_name(variant: Variant, spec: Specialization, config: Config) -> None:
+    """Two products at a time, V or a part of Q in registers among them."""
+    for lengths in LENGTHS:
+        checked(
+            variant, posed(*lengths, dims=(spec.head_dim,) * 2, mask=Mask(spec.mask), dtype=spec.dtype), dict(config)
+        )
+
+
+@masks
+@pytest.mark.parametrize("gpu", ["a100", "l4"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_gradients_of_a_scaled_loss_are_finite(dim: int, gpu: str, mask: Mask) -> None:
+    """In fp16, with dP beyond 65504 and gradients below it."""
+    problem = posed(70, 140, dims=(dim, dim), mask=mask, dtype="fp16")
+    _, choices = choosing.choose_backward(choosing.Chooser(problem, gpus.named(gpu)), False)
+    made, options = reference.make_inputs(problem, "cuda"), {"mask": mask, "softmax_scale": dim**-0.5}
+    v, do = made.v * 8, made.do * 600
+    o, lse = passes.forward(made.q, made.k, v, config=config_of(FORWARD, problem), **options)
+    found = passes.backward(do, None, made.q, made.k, v, o, lse, strategy=FUSED, configs=choices, **options)
+    leaves = [tensor.double().requires_grad_() for tensor in (made.q, made.k, v)]
+    out, _ = reference.attention(*leaves, **options)
+    for name, ours, right in zip(("dq", "dk", "dv"), found, torch.autograd.grad(out, leaves, do.double()), strict=True):
+        assert right.abs().max() < 60000 and ours.isfinite().all(), name
+        torch.testing.assert_close(ours.double(), right, atol=0.01 * float(right.abs().max()), rtol=0.02)
 
 
 @both

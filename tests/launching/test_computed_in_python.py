@@ -553,11 +553,11 @@ def test_packed_backward_by_mma_sync_of_parts_of_groups(monkeypatch: pytest.Monk
     check_backward(PythonGpu(monkeypatch, values=True, arch=80), call, {}, "sm80/bwd_fused", parts=parts)
 
 
-#: What is not searched: V in registers; two products at the same time, each by half of the warps.
+#: V in registers; two products at the same time, each by half of the warps.
 HELD = {"V_IN_REGISTERS": True, "BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 8, "SCORE_WARPS": 2, "KEY_WARPS": 2}
 APART = {"P_THROUGH": "shared", "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "SCORE_WARPS": 4, "KEY_WARPS": 2}
 HELD_TRANSPOSED = {**THROUGH_REGISTERS, "V_IN_REGISTERS": True, "BLOCK_M": 32, "BLOCK_N": 64}
-NOT_SEARCHED = [
+HELD_OR_APART = [
     (Call(((70, 140),), (2, 1), (256, 256), CAUSAL), HELD),
     (Call(((140, 70),), (1, 1), (192, 192), FULL), {**HELD, "P_THROUGH": "shared", "KEYS_APART": True}),
     (Call(((90, 140),), (2, 1), (96, 96), band(40, 10)), {**HELD, **ONE, "BLOCK_M": 64}),
@@ -576,8 +576,8 @@ NOT_SEARCHED = [
 
 
 @pytest.mark.parametrize("kernel", ["bwd_fused", "bwd_ordered"])
-@pytest.mark.parametrize(("call", "settings"), NOT_SEARCHED, ids=str)
-def test_backward_by_forms_that_are_not_searched(
+@pytest.mark.parametrize(("call", "settings"), HELD_OR_APART, ids=str)
+def test_backward_with_v_in_registers_or_products_apart(
     monkeypatch: pytest.MonkeyPatch, kernel: str, call: Call, settings: dict[str, Any]
 ) -> None:
     gpu = PythonGpu(monkeypatch, values=True, arch=80)
