@@ -145,6 +145,13 @@ def expected(calls: Mapping[str, Any], step: float, length: int = 8192) -> Itera
             yield cell, {pass_: step * speed(calls, cell, length, (pass_,), OURS) for pass_ in PASSES_OF["both"]}
 
 
+def by_model(samples: Sequence[sm80_model.Sample], cell: str, pass_: str, length: int = 8192) -> float:
+    """TFLOP/s that the model expects of the default config on an A100, without a mask."""
+    default = next(one for one in samples if (one.pass_, f"{one.head_dim} {one.mask}") == (pass_, cell))
+    done = 2.0 * length * WORKLOAD_TOKENS * WORKLOAD_HIDDEN * {"fwd": 2, "bwd": 5}[pass_]
+    return done / default.predicted_ms(gpus.named(A100), "there", length) / 1e9
+
+
 def _percent(values: Sequence[float]) -> str:
     least, most = (f"{100 * one:+.1f}" for one in (min(values), max(values)))
     return f"{least} to {most} %"
