@@ -6,6 +6,7 @@ fa2tune/spec/combinations.py).
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -13,11 +14,19 @@ import torch
 from fa2tune.calling import distributed
 from fa2tune.compat import terms
 
+try:
+    from torch.nn.attention.varlen import varlen_attn as _of_torch
+except ImportError:  # torch 2.9
+    _of_torch = None  # type: ignore[assignment]
+
 #: Names of ``attention_varlen`` -> names here.
 _NAMES = {
     "q": "query", "k": "key", "v": "value", "cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k",
     "max_seqlen_q": "max_q", "max_seqlen_k": "max_k", "causal": "is_causal", "softmax_scale": "scale",
 }  # fmt: skip
+#: Whether torch's own call has ``enable_gqa``, and takes fewer heads of keys as a mistake without it. One that has not takes
+#: them, as its flash backend does.
+_ASKS = _of_torch is not None and "enable_gqa" in inspect.signature(_of_torch).parameters
 
 
 def varlen_attn(
@@ -29,13 +38,13 @@ def varlen_attn(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """query (total_q, heads, head_dim), key and value (total_k, heads, head_dim), cu_seq int32 -> out, like query; with
     ``return_aux.lse`` (out, lse). window_size: (left, right), a negative side is unbounded, (-1, 0) is causal. With
-    ``enable_gqa`` key and value may have fewer heads than query. seqused_k: (sequences,) int32, how many keys of each sequence
-    are used.
+    ``enable_gqa``, or where the installed torch's call does not have it (2.11), key and value may have fewer heads than query.
+    seqused_k: (sequences,) int32, how many keys of each sequence are used.
 
     Raises:
         NotImplementedError: block_table or num_splits above 1.
         TypeError, ValueError: as ``fa2tune.attention_varlen``; cu_seq_k is None, which goes with a block_table; fewer heads of
-            key and value without enable_gqa.
+            key and value without enable_gqa, where torch's call has it.
     """
     call = "varlen_attn"
     terms.refuse_absent(call, block_table=block_table, num_splits=num_splits)
@@ -64,8 +73,8 @@ def varlen_attn(
 
 
 def _check_heads(call: str, query: Any, key: Any, enable_gqa: Any) -> None:
-    """ValueError, in torch's words: another number of heads of the keys, which it takes as a mistake without ``enable_gqa``."""
-    grouped = terms.asked_for(call, "enable_gqa", enable_gqa)
+    """ValueError, in torch's words: another number of heads of the keys than it takes."""
+    grouped = terms.asked_for(call, "enable_gqa", enable_gqa) or not _ASKS
     if not (_is_packed(query) and _is_packed(key)):
         return  # what is no packed tensor is refused by name later
     if grouped and key.shape[1] and query.shape[1] % key.shape[1]:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import varlen
 
 import fa2tune
 from fa2tune.compat import flash_attn, flash_attn_4, terms, torch_varlen
@@ -212,7 +213,12 @@ def test_varlen_attn_into_a_tensor_that_is_there():
         torch_varlen.varlen_attn(q, k, v, starts[0], None, 9, 12)
 
 
-def test_varlen_attn_takes_fewer_heads_of_keys_where_it_is_told_to():
+@pytest.mark.parametrize("asks", [True, False])
+def test_varlen_attn_takes_fewer_heads_of_keys_where_it_is_told_to(monkeypatch, asks):
+    """Or where torch's call has no argument to tell it, as that of 2.11."""
+    theirs = inspect.signature(varlen.varlen_attn).parameters
+    assert torch_varlen._ASKS is ("enable_gqa" in theirs)
+    monkeypatch.setattr(torch_varlen, "_ASKS", asks)
     q, k, v = (t[0] for t in tensors(9, 12))
     starts = [torch.tensor([0, len(t)], dtype=torch.int32) for t in (q, k)]
     out = torch_varlen.varlen_attn(q, k, v, *starts, 9, 12, enable_gqa=True)
@@ -220,6 +226,9 @@ def test_varlen_attn_takes_fewer_heads_of_keys_where_it_is_told_to():
     into = torch.empty_like(q)
     assert torch.equal(torch_varlen.varlen_attn_out(into, q, k, v, *starts, 9, 12, enable_gqa=True), out)
     for call in (torch_varlen.varlen_attn, lambda *given: torch_varlen.varlen_attn_out(into, *given)):
+        if not asks:
+            assert torch.equal(call(q, k, v, *starts, 9, 12), out)
+            continue
         with pytest.raises(ValueError, match="key: got 1 heads, must be the 2 of query, or fewer with enable_gqa=True"):
             call(q, k, v, *starts, 9, 12)
 

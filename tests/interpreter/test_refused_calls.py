@@ -68,9 +68,6 @@ REFUSED = {
     "varlen_attn: key: got head dim 24, query has 16": lambda: varlen(key=torch.zeros(9, 2, 24)),
     "key: got dtype torch.float16, query has torch.float32": lambda: varlen(key=PACKED.half()),
     "is_causal: got 'causal', allowed": lambda: varlen(is_causal="causal"),
-    "varlen_attn: key: got 1 heads, must be the 2 of query, or fewer with enable_gqa=True": lambda: varlen(
-        key=torch.zeros(9, 1, 16)
-    ),
     "varlen_attn: query: got 2 heads, must be a multiple of kv heads: 3 of key": lambda: varlen(
         key=torch.zeros(9, 3, 16), enable_gqa=True
     ),
