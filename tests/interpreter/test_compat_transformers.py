@@ -84,6 +84,23 @@ def test_padding(name):
         compared(name, ids(), attention_mask=padding(side))
 
 
+def test_labels_of_a_batch_padded_left():
+    """The last padding token predicts the first token: without that label loss and gradients agree, with it they do not."""
+    labels = ids().masked_fill(padding("left") == 0, -100)
+
+    def with_gradients(implementation, labels):
+        one = model("llama", implementation)
+        loss = one(input_ids=ids(), attention_mask=padding("left"), labels=labels, use_cache=False).loss
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for parameter in one.parameters())]
+
+    found, right = (with_gradients(which, labels)[0] for which in ("fa2tune", "eager"))
+    assert (found - right).abs() > 1e-3
+    labels[0, 5] = -100
+    found, right = (with_gradients(which, labels) for which in ("fa2tune", "eager"))
+    torch.testing.assert_close(found, right, atol=2e-6, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_no_padding(name):
     compared(name, ids(1))
