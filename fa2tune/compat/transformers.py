@@ -10,6 +10,7 @@ windows, padding and packing) raises NotImplementedError.
 from __future__ import annotations
 
 import numbers
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -291,6 +292,17 @@ def _window(sliding_window: int | None, causal: bool, config: Any) -> tuple[int,
     return side, side
 
 
+def _probabilities_asked() -> bool:
+    """Whether a model is called with ``output_attentions``, which not every one passes on to its layers (GPT-2). Not known
+    while torch.compile makes a graph."""
+    if torch.compiler.is_compiling():
+        return False
+    # what the model that runs collects from its layers; not public, and may not be there
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    collected = None if collector is None else collector.get()
+    return any(name.endswith("attentions") for name in collected or ())
+
+
 def forward(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
@@ -319,6 +331,8 @@ def forward(
         indices=indices,
         block_indices=block_indices,
     )
+    if _probabilities_asked():
+        terms.refuse_absent(NAME, output_attentions=True)
     causal = own_attention.is_causal(module) if is_causal is None else is_causal
     causal = (
         terms.asked_for(NAME, "is_causal", causal)

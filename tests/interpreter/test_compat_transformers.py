@@ -482,6 +482,15 @@ def test_what_a_model_may_ask_for_and_there_is_not_is_refused_by_name():
         compat.forward(torch.nn.Module(), q, q, q, torch.zeros(1, 1, 8, 8))
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_attention_probabilities_are_refused_also_where_layers_are_not_told(name):
+    """GPT-2 does not pass ``output_attentions`` on."""
+    one = model(name, "fa2tune")
+    assert one(input_ids=ids(), output_attentions=False, output_hidden_states=True).attentions is None
+    with pytest.raises(NotImplementedError, match="fa2tune: output_attentions: got True, allowed is None or False"):
+        one(input_ids=ids(), output_attentions=True)
+
+
 def test_both_halves_are_registered():
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
