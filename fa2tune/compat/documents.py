@@ -49,13 +49,13 @@ def _permuted(rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> to
     return _Permuted.apply(rows, order, back)  # type: ignore[no-untyped-call]
 
 
-def _remembered(numbers: torch.Tensor, name: Any, make: Callable[[], Any]) -> Any:
-    """Made once for a tensor."""
+def _remembered(numbers: torch.Tensor, name: Any, make: Callable[[], Any], anew: bool = False) -> Any:
+    """Made once for a tensor, and where it is asked for ``anew``."""
     if torch.compiler.is_compiling():
         return make()
     found = _KNOWN.setdefault(numbers, {})
     key = (name, 0 if numbers.is_inference() else numbers._version)
-    if key not in found:
+    if anew or key not in found:
         found[key] = make()
     return found[key]
 
@@ -117,6 +117,25 @@ def flat(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(batch, 1, 1, length) as (batch, length), one tensor for all layers of a model."""
     # copied, as a view would keep the mask alive
     found: torch.Tensor = _remembered(mask, "flat", lambda: mask[:, 0, 0].to(dtype, copy=True))
+    return found
+
+
+def by_positions(name: str, positions: torch.Tensor, layer: object) -> torch.Tensor | None:
+    """The documents of tokens with these positions, (1, length) -> int32, the same; each begins at the least position, as to
+    flash_attention_2 in Transformers. None: there is one, for which the host waits once for a tensor that ``layer`` and others
+    share. While torch.compile makes a graph one document has numbers, too."""
+    making_graph = torch.compiler.is_compiling()
+
+    def numbers() -> torch.Tensor | None:
+        here = whole(name, positions)
+        begins = here == here.min()
+        return begins.cumsum(1).to(torch.int32) if making_graph or bool(begins[:, 1:].any()) else None
+
+    anew = False
+    if not making_graph and positions.is_inference():
+        # nothing tells whether it was changed in place: the first layer reads it anew
+        anew = _remembered(positions, "first layer", lambda: id(layer)) == id(layer)
+    found: torch.Tensor | None = _remembered(positions, "by positions", numbers, anew)
     return found
 
 

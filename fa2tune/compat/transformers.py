@@ -303,6 +303,20 @@ def _probabilities_asked() -> bool:
     return any(name.endswith("attentions") for name in collected or ())
 
 
+def _documents(module: torch.nn.Module, query: Any, key: Any, position_ids: Any) -> torch.Tensor | None:
+    """The documents of the tokens of one row, (1, length) int32, by their positions: with a cache, or with a mask of ones, a
+    model does not ask ``mask`` to keep them apart. None: it is one, or no positions say so, as to flash_attention_2; or a CUDA
+    graph is made, which cannot wait for their number."""
+    length = None if position_ids is None else terms.rows_of(query, 2)
+    if length is None or length < 2 or query.shape[0] != 1 or terms.rows_of(key, 2) != length:
+        return None
+    if not isinstance(position_ids, torch.Tensor) or position_ids.shape != (1, length):
+        return None
+    if not torch.compiler.is_compiling() and documents.capturing():
+        return None
+    return documents.by_positions(f"{NAME}: position_ids", position_ids, module)
+
+
 def forward(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
@@ -311,10 +325,11 @@ def forward(
     output_attentions: bool | None = None, deterministic: bool | None = None, sinks: torch.Tensor | None = None,
     indices: torch.Tensor | None = None, block_indices: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None, max_length_q: Any = None,
-    max_length_k: Any = None, **rest: Any,
+    max_length_k: Any = None, position_ids: torch.Tensor | None = None, **rest: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """query (batch, heads, q_length, head_dim), key and value (batch, heads_kv, length, ...) -> (out, None), out (batch,
-    q_length, heads, head_dim). ``attention_mask``: as ``mask`` gives it. Rows of padding are 0.
+    q_length, heads, head_dim). ``attention_mask``: as ``mask`` gives it. Rows of padding are 0. ``position_ids``: (1, q_length)
+    integers, which say where documents begin of one row without a mask and with as many keys as queries.
 
     Raises:
         NotImplementedError: what ``LACKING`` lists; a mask of 4 dimensions.
@@ -339,6 +354,8 @@ def forward(
         and getattr(getattr(module, "config", None), "is_causal", True) is not False
     )
     attention_mask, at_last_token = _flat(attention_mask, module)
+    if attention_mask is None and cu_seq_lens_q is None:
+        attention_mask = _documents(module, query, key, position_ids)
     if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2):
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(

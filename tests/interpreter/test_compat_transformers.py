@@ -4,6 +4,7 @@ generating."""
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 
 import pytest
@@ -133,6 +134,81 @@ def test_the_window_of_layers_that_do_not_pass_it(options):
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_packed_by_positions_that_restart(name):
     compared(name, ids(1), position_ids=restarts())
+
+
+STARTS = (0, 3, 8, TOKENS)
+
+
+def apart(name, implementation="eager"):
+    """Logits of the three documents by themselves."""
+    one, parts = model(name, implementation), itertools.pairwise(STARTS)
+    return torch.cat([one(input_ids=ids(1)[:, slice(*part)], use_cache=False).logits for part in parts], 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("inputs", [{}, {"attention_mask": torch.ones(1, TOKENS, dtype=torch.long)}], ids=["", "ones"])
+def test_documents_are_apart_where_transformers_looks_for_none(name, inputs):
+    """With a cache or a mask, as with flash_attention_2. Positions may begin above 0."""
+    with torch.no_grad():
+        right = apart(name)
+        found = model(name, "fa2tune")(input_ids=ids(1), position_ids=restarts(), **inputs)
+        torch.testing.assert_close(found.logits, right, atol=2e-6, rtol=1e-5)
+        assert found.past_key_values.get_seq_length() == TOKENS
+    logits = trained(name, "fa2tune", ids(1), position_ids=restarts(), **inputs)[0]
+    torch.testing.assert_close(logits, right[0], atol=2e-6, rtol=1e-5)
+
+
+def attended(positions, queries=TOKENS, keys=TOKENS, rows=1, layer=None, **options):
+    """The output; None: it is the same without positions."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(rows, 2, length, 16) for length in (queries, keys, keys))
+    layer = torch.nn.Module() if layer is None else layer
+    found, plain = (
+        compat.forward(layer, q, k, v, None, position_ids=given, **options)[0] for given in (positions, None)
+    )
+    return None if torch.equal(found, plain) else found
+
+
+def test_which_positions_say_documents(monkeypatch):
+    """Those of one row, as many as keys, that come back to the least of them: as with flash_attention_2."""
+    same = attended(restarts())
+    assert torch.equal(attended(restarts() + 5), same)
+    assert torch.equal(attended(restarts().to(torch.int32), is_causal=True), same)
+    gap = torch.arange(TOKENS)[None] + torch.arange(TOKENS).ge(7)
+    for positions in (torch.arange(TOKENS)[None], gap, None, restarts()[0], restarts()[None], restarts()[:, :5]):
+        assert attended(positions) is None
+    for positions in (restarts(), restarts().expand(2, -1)):
+        assert attended(positions, rows=2) is None
+    assert attended(restarts(), keys=TOKENS + 2) is None
+    assert attended(torch.zeros(1, 1, dtype=torch.long), queries=1, keys=TOKENS) is None
+    monkeypatch.setattr(documents, "capturing", lambda: True)
+    assert attended(restarts()) is None
+
+
+def test_positions_are_read_once(monkeypatch):
+    """And once more where they have changed; of a tensor of inference mode once a pass, as nothing tells."""
+    reads, layers = [], [torch.nn.Module(), torch.nn.Module()]
+    read = torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: reads.append(tensor) or read(tensor))
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            positions = torch.arange(TOKENS)[None].clone()
+            for changed in (False, True):
+                if changed:
+                    positions.copy_(restarts())
+                reads.clear()
+                for layer in layers:
+                    assert (attended(positions, layer=layer) is not None) is changed
+                assert len(reads) == 1
+
+
+def test_documents_are_apart_in_a_graph_with_a_cache():
+    one, tokens = model("llama", "fa2tune"), ids(1)
+    torch._dynamo.reset()
+    run = torch.compile(lambda given: one(input_ids=tokens, position_ids=given).logits, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(run(restarts()), apart("llama"), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(run(torch.arange(TOKENS)[None]), one(input_ids=tokens).logits, atol=2e-6, rtol=1e-5)
 
 
 def test_offsets_of_documents_are_few_sizes():
