@@ -27,10 +27,6 @@ OF_FIXED_CACHE = torch.uint8
 _KNOWN: Any = WeakIdKeyDictionary()
 
 
-def capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 class _Permuted(torch.autograd.Function):
     """Rows in another order; the gradient takes the inverse order, without sums."""
 
@@ -91,7 +87,7 @@ def _refuse_holes(call: str, tokens: torch.Tensor, options: dict[str, Any]) -> N
     """NotImplementedError: padding between tokens of a row, which are counted without it, and a mask that counts positions: a
     window that hides keys of the row, or chunks. Reads the mask, once for a tensor; not while a graph is made."""
     window, mask = options["window"], options.get("mask")
-    if torch.compiler.is_compiling() or capturing():
+    if torch.compiler.is_compiling() or terms.capturing():
         return
     # a side of 0 is the query's own position
     if mask is None and not any(side and side < tokens.shape[1] - 1 for side in window or ()):

@@ -101,11 +101,11 @@ def _packed(
     return_attn_probs: bool, block_table: torch.Tensor | None = None,
 ) -> Result:  # fmt: skip
     terms.refuse_absent(call, dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
-    window = terms.sides(call, window_size, terms.length(longest[1]))
+    q, k, v = tensors
+    window = terms.packed_sides(call, window_size, causal, q, *offsets, longest[1])
     with_lse = terms.asked_for(call, "return_attn_probs", return_attn_probs)
     if offsets[1] is None:  # ``attention_varlen`` would take those of the queries
         arguments.check_dense(f"{call}: cu_seqlens_k", None)
-    q, k, v = tensors
     out, lse = terms.packed(call, q, k, v, *offsets, *longest, softmax_scale=softmax_scale, deterministic=deterministic,
                             causal=causal, window=window, softcap=_cap(softcap), return_lse=with_lse)  # fmt: skip
     return _with_lse(out, lse) if with_lse else out

@@ -81,11 +81,51 @@ def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None
         window_size = window_size.tolist()
     check_sides(call, window_size, allowed)
     left, right = (None if side is None or side < 0 else side for side in window_size)
+    return _reaching(left, right, seqlen_k)
+
+
+def _reaching(left: int | None, right: int | None, seqlen_k: int | None) -> tuple[int | None, int | None] | None:
+    """``sides``, of sides that are None or 0 and more."""
     # whichever queries there are, a left side of all keys hides none; a right side of all keys does, where queries are more
     if left is None or (seqlen_k is not None and left >= seqlen_k):
         left = None
         right = None if right is None or (seqlen_k is not None and right >= seqlen_k) else right
     return None if left is None and right is None else (left, right)
+
+
+def packed_sides(
+    call: str, window_size: Any, causal: Any, q: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_k: Any,
+    seqused_k: Any = None,
+) -> tuple[int | None, int | None] | None:  # fmt: skip
+    """``sides`` of packed sequences, of which seqlen_k is that of the longest. Of a right side that may depend on it
+    max_seqlen_k is not believed, and the host waits for the lengths: without ``causal``, where some sequence may have more
+    queries than keys. While a graph is made it is max_seqlen_k, if that is a number."""
+    window = sides(call, window_size, None)
+    if window is None:
+        return None
+    left, right = window
+    known = length(max_seqlen_k)
+    if not causal and right:
+        rows = q.shape[0] if isinstance(q, torch.Tensor) and q.dim() == 3 else 0
+        if right >= rows - 1 or (cu_seqlens_q is cu_seqlens_k and seqused_k is None):
+            return window  # a right side of seqlen_k hides nothing there
+        if not torch.compiler.is_compiling() and not capturing():
+            known = _longest(cu_seqlens_k, seqused_k)
+    return _reaching(left, right, known)
+
+
+def _longest(offsets: Any, used: Any) -> int | None:
+    """Of the sequences between the offsets, or of the ``used`` lengths. None: they are not that, as the call will say."""
+    asked = offsets if used is None else used
+    if not isinstance(asked, torch.Tensor) or asked.is_meta or asked.is_nested or asked.dim() != 1:
+        return None
+    lengths = whole("cu_seqlens_k", asked)
+    lengths = lengths.diff() if used is None else lengths
+    return int(lengths.max()) if len(lengths) else None
+
+
+def capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def fitting(tensor: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ def varlen_attn(
             f"{call}: return_aux: got {return_aux!r:.80}, must be None or torch's AuxRequest, which has lse"
         )
     return_lse = return_aux is not None and bool(return_aux.lse)
-    window = terms.sides(call, window_size, terms.length(max_k))
+    window = terms.packed_sides(call, window_size, is_causal, query, cu_seq_q, cu_seq_k, max_k, seqused_k)
     try:
         out, lse = terms.packed(
             call, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale, deterministic=None,

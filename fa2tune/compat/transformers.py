@@ -198,7 +198,7 @@ def _numbers(
         )
     packed = None
     chunk = chunks.asked(rest)
-    if chunk is not None and (torch.compiler.is_compiling() or documents.capturing()):
+    if chunk is not None and (torch.compiler.is_compiling() or terms.capturing()):
         _refuse_chunks("mask_function", "torch.compile or a CUDA graph")
     if chunk is not None and mask_function is None:
         _refuse(_CHUNKED)
@@ -216,7 +216,7 @@ def _numbers(
         )
     if packed is not None:
         return packed.to(torch.int32)
-    blind = torch.compiler.is_compiling() or documents.capturing()
+    blind = torch.compiler.is_compiling() or terms.capturing()
     tokens = attention_mask
     if _BIDIRECTIONAL in rest:  # every key is there: those of an encoder may be more than the queries
         return None if tokens is None else _seen(tokens[:, kv_offset : kv_offset + kv_length], kv_length, blind)
@@ -312,7 +312,7 @@ def _documents(module: torch.nn.Module, query: Any, key: Any, position_ids: Any)
         return None
     if not isinstance(position_ids, torch.Tensor) or position_ids.shape != (1, length):
         return None
-    if not torch.compiler.is_compiling() and documents.capturing():
+    if not torch.compiler.is_compiling() and terms.capturing():
         return None
     return documents.by_positions(f"{NAME}: position_ids", position_ids, module)
 

@@ -71,6 +71,44 @@ def test_windows_as_flash_attn_writes_them():
         flash_attn.flash_attn_func(q, k, v, window_size=torch.tensor([1, 2, 3]))
 
 
+LONGEST = (None, 2, 3, 4, 12, torch.tensor(3))
+
+
+@pytest.mark.parametrize("window", [(-1, 3), (-1, 2), (3, 5), (1, 5), (2, 2), (-1, 20)], ids=str)
+def test_a_right_side_of_packed_sequences_counts_their_own_keys(window):
+    """Whatever max_seqlen_k says: of 9 queries with 3 keys a right side of 3 hides no key, as in flash_attn_func."""
+    q, k, v = tensors(9, 3)
+    right, right_lse, _ = flash_attn.flash_attn_func(q, k, v, window_size=window, return_attn_probs=True)
+    starts = [torch.tensor([0, n], dtype=torch.int32) for n in (9, 3)]
+    for longest in LONGEST:
+        out, lse, _ = flash_attn.flash_attn_varlen_func(
+            q[0], k[0], v[0], *starts, 9, longest, window_size=window, return_attn_probs=True
+        )
+        close(out, right[0].double())
+        close(lse, right_lse[0].double())
+        options = {"window_size": window, "enable_gqa": True}
+        close(torch_varlen.varlen_attn(q[0], k[0], v[0], *starts, 9, longest, **options), right[0].double())
+        more = [F.pad(t[0], (0, 0, 0, 0, 0, 2)) for t in (k, v)]  # two keys that are not used
+        used = {"seqused_k": torch.tensor([3], dtype=torch.int32)}
+        behind = starts[0], torch.tensor([0, 5], dtype=torch.int32)
+        close(torch_varlen.varlen_attn(q[0], *more, *behind, 9, longest, **options, **used), right[0].double())
+
+
+def test_lengths_of_packed_sequences_are_read_where_a_side_may_depend_on_them(monkeypatch):
+    reads = []
+    monkeypatch.setattr(terms, "_longest", lambda *given: reads.append(given))
+    q, k, v = (t[0] for t in tensors(9, 12))
+    starts = [torch.tensor([0, n], dtype=torch.int32) for n in (9, 12)]
+    call = flash_attn.flash_attn_varlen_func
+    for window in ((-1, -1), (3, 0), (3, -1), (-1, 8)):
+        call(q, k, v, *starts, 9, 12, window_size=window)
+    call(q, k, v, *starts, 9, 12, causal=True, window_size=(3, 3))
+    call(q, k[:9], v[:9], starts[0], starts[0], 9, 9, window_size=(3, 3))
+    assert not reads
+    call(q, k, v, *starts, 9, 12, window_size=(3, 3))
+    assert len(reads) == 1
+
+
 def test_a_soft_cap_of_0_or_less_is_none():
     q, k, v = tensors()
     starts = [torch.tensor([0, len(t[0])], dtype=torch.int32) for t in (q, k)]

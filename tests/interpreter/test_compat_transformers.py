@@ -181,7 +181,7 @@ def test_which_positions_say_documents(monkeypatch):
         assert attended(positions, rows=2) is None
     assert attended(restarts(), keys=TOKENS + 2) is None
     assert attended(torch.zeros(1, 1, dtype=torch.long), queries=1, keys=TOKENS) is None
-    monkeypatch.setattr(documents, "capturing", lambda: True)
+    monkeypatch.setattr(compat.terms, "capturing", lambda: True)
     assert attended(restarts()) is None
 
 
@@ -349,7 +349,7 @@ def test_a_mask_as_long_as_a_static_cache():
 
 @pytest.mark.parametrize("length", [None, 16, 20])
 def test_a_mask_as_long_as_a_static_cache_is_refused_while_a_graph_is_made(monkeypatch, length):
-    monkeypatch.setattr(compat.documents, "capturing", lambda: True)
+    monkeypatch.setattr(compat.terms, "capturing", lambda: True)
     tokens = None if length is None else torch.ones(1, length, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match=r"fa2tune: attention_mask: got (None|a mask of (16|20) tokens)"):
         compat.mask(1, 2, 16, q_offset=torch.tensor(4), attention_mask=tokens)
