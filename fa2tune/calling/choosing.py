@@ -35,7 +35,7 @@ from fa2tune.calling.schedules import (
 from fa2tune.compiling import limits, measured_code
 from fa2tune.compiling.choice import Choice, choice_of
 from fa2tune.compiling.compiler import uses_descriptors
-from fa2tune.compiling.registry import Misfit, fitting
+from fa2tune.compiling.registry import Misfit, fitting, variant_of
 from fa2tune.gpus import Gpu
 from fa2tune.launching import overlapped
 from fa2tune.logs import warn_once
@@ -269,8 +269,12 @@ class Chooser:
         if answer is not None:
             return answer.row.strategy, kinds_of(answer.row)
         large = packed_schedule.sums_too_large(self.problem, self.gpu)
-        fused = not deterministic and not large and self.better_default(FUSED_KERNEL) is not None
-        return FUSED if fused else SPLIT, {}
+        return FUSED if not (deterministic or large) and self._is_fused_by_default() else SPLIT, {}
+
+    def _is_fused_by_default(self) -> bool:
+        """Whether the documented default of the fused kernel, or a row of the same kernel, would serve."""
+        config = self.better_default(FUSED_KERNEL)
+        return config is not None and self.choose(FUSED_KERNEL).variant is variant_of(FUSED_KERNEL, config)
 
     def choose(self, kernel: str, kind: Kind | None = None) -> Choice:
         """The choice for one kernel: by the best row of the ladder, else the default. ``kind``: of which it is to be, where

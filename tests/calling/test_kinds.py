@@ -74,7 +74,9 @@ def test_the_kernel_that_was_measured_serves_though_another_row_is_faster() -> N
 def test_a_fused_backward_that_was_ported_serves_and_one_that_was_predicted_does_not() -> None:
     assert served(whole("sm80", PORTED), NEW)[0] == FUSED
     assert served(whole("sm80", MEASURED), NEW)[0] == FUSED
-    assert served(whole("sm80", PREDICTED), NEW)[0] == SPLIT
+    predicted = whole("sm80", PREDICTED)
+    assert choosing.Chooser(PROBLEM, A100, among(predicted, NEW)).find_backward(False)[0] is None
+    assert served(predicted, NEW) == (FUSED, NEW.config)  # as without it: the documented default is of this kernel
 
 
 def test_without_a_row_of_its_kernel_that_can_serve_the_whole_row_does_not_either() -> None:

@@ -17,7 +17,7 @@ from kernels_in_python import _HERE
 from test_computed_in_python import (
     APART,
     BY_MMA_SYNC,
-    NOT_SEARCHED,
+    HELD_OR_APART,
     PACKED_BY_MMA_SYNC,
     PACKING,
     Call,
@@ -33,7 +33,7 @@ from test_computed_in_python import (
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 
 KERNEL = "sm80/bwd_fused"
-CALLS = [*BY_MMA_SYNC, *PACKED_BY_MMA_SYNC, *NOT_SEARCHED]
+CALLS = [*BY_MMA_SYNC, *PACKED_BY_MMA_SYNC, *HELD_OR_APART]
 #: Several tiles of keys and several blocks, of which some are seen by one tile alone.
 LONG = [
     (Call(((330, 650),), (2, 1), (64, 64), CAUSAL), {"HEADS_PER_WAVE": 1}),
