@@ -127,7 +127,7 @@ test_softcap.compared("fp16", 128, (700, 900), CAUSAL, score=fa2tune.Score("soft
 @pytest.mark.parametrize("gpu", ["a100", "l4"])
 @pytest.mark.parametrize("calls", [PACKED, CAPPED], ids=["packed", "capped"])
 def test_public_calls(gpu: str, calls: str) -> None:
-    """By the kernels of kernels/sm80; of an L4's rows portable split kernels are ahead at head dim 64, causal."""
+    """By the kernels of kernels/sm80."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(["tests/gpu", "tests", os.environ.get("PYTHONPATH", "")]),
@@ -136,5 +136,4 @@ def test_public_calls(gpu: str, calls: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = {"sm80/fwd", "sm80/bwd_prepare", "sm80/bwd_fused", "sm80/bwd_finish"}
-    split = {"portable/bwd_dq", "portable/bwd_dkdv"} if (gpu, calls) == ("l4", CAPPED) else set()
-    assert set(json.loads(done.stdout.splitlines()[-1])) == kernels | split
+    assert set(json.loads(done.stdout.splitlines()[-1])) == kernels
