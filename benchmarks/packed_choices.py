@@ -27,10 +27,10 @@ several heads, and with the chosen bands of heads. What they are expected to tak
 config as packed calls had it before (``packed_schedule``), the other forms, and the choice. Backward, of the first drawing: the
 row's config with groups in 1, 2, 4 and 8 parts, heads in its own bands and in one, with the prologue or the epilogue apart, and
 the choice; of the second: the choice and what differs from it in one respect (``beside_choice``). 5 is BEHIND, backward alone:
-drawn calls of the third and fourth drawing that were behind the fastest peer, in other bands of heads, in the loops of the rows
-of other lengths, and with each kernel started early (``behind_peers``); where one sequence has all tokens, as a dense call,
-too. 6 is BANDS, backward alone, in each number of heads a band. 7 is LONG_ONES, forward alone: few heads, most tokens in one
-sequence, and some in which splitting is expected to lose, with keys in each number of parts
+drawn calls of the third, fourth and tenth drawing that were behind the fastest peer, in other bands of heads and parts of
+groups, in the loops of the rows of other lengths, and with each kernel started early (``behind_peers``); where one sequence has
+all tokens, as a dense call, too. 6 is BANDS, backward alone, in each number of heads a band. 7 is LONG_ONES, forward alone: few
+heads, most tokens in one sequence, and some in which splitting is expected to lose, with keys in each number of parts
 (``packed_splits_schedule``, whose estimates --list prints). 8 is UNEVEN, backward alone, each with longer sequences first and
 in the order of cu_seqlens: most are expected to gain by the former, and the last ones of each drawing little or nothing. 9 is
 DOMINATED, forward alone: one sequence has most tokens, or short ones at head dim 64 without a mask, in the tiles of all rows,
@@ -79,7 +79,7 @@ from fa2tune.spec.problem import FUSED, Problem, bucket_of
 H200 = gpus.named("h200")
 DRAWINGS = {
     number: Path(__file__).parent / f"calls/random_packings{rest}.json"
-    for number, rest in ((1, ""), *((nth, f"_{nth}") for nth in range(2, 9)))
+    for number, rest in ((1, ""), *((nth, f"_{nth}") for nth in range(2, 11)))
 }
 #: Of the drawn calls: that lost with few key heads or tokens; and whose choice is to stay, or to pay where sequences are short.
 #: Of the second drawing all whose choice changed, or might have, but for head dims above 128.
@@ -98,7 +98,7 @@ TILES = {
 }
 BEHIND_PEERS = 5  #: that means BEHIND
 #: Drawing -> calls, the ones first that differ most: large; small, of one round of tiles; then the others.
-BEHIND = {3: (41, 4, 35, 49, 39, 21, 50), 4: (22, 74, 50, 58, 28, 60, 18, 46, 62, 92)}
+BEHIND = {10: (73, 39, 89, 28, 42, 78, 23), 3: (41, 4, 35, 49, 39, 21, 50), 4: (22, 74, 50, 58, 28, 60, 18, 46, 62, 92)}
 OTHER_BANDS = 6  #: that means BANDS
 #: Drawing -> calls whose bands of heads in the backward a margin by what the L2 holds changed.
 BANDS = {1: (13,), 2: (11, 5, 56), 3: (41, 12), 4: (46,)}
@@ -116,7 +116,7 @@ UNEVEN = {
 ONE_LONG = 9  #: that means DOMINATED
 #: Drawing -> calls one of whose sequences has most rows, and, at 64 without a mask, calls that small tiles may suit.
 DOMINATED = {8: (28, 14, 79), 6: (89,), 5: (29, 32), 3: (40,), 2: (56, 16), 7: (49,)}
-MOST_FORMS = 8  #: of a call of BEHIND
+MOST_FORMS = 10  #: of a call of BEHIND
 #: What makes the loop of a backward, by which rows of other lengths differ.
 LOOP = ("BLOCK_M", "REDUCE", "ORDER", "EXPONENTIALS_FIRST", "num_warps")
 #: Microseconds of a call when drawn, from which rows prepared and dQ finished overlapped are timed, too.
@@ -320,7 +320,7 @@ def beside_choice(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]
 
 def behind_peers(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
     """The choice; with each kernel started early; in other bands of heads; in the loops of the rows of other lengths; in half
-    blocks; with rows prepared and dQ finished overlapped, and what of these a long call gains."""
+    blocks; with rows prepared and dQ finished overlapped, and what of these a long call gains; groups in other parts."""
     problem = chooser.problem
     if (found := fused_choice(chooser)) is None:
         return
@@ -349,8 +349,11 @@ def behind_peers(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]
     elif fused_schedule.predicted_us(problem, config, chooser.gpu, parts) >= LARGE_US:
         others["overlapped"] = {**config, "BESIDE": True, "FINISH_BESIDE": config["REDUCE"] == "vector"}
     able = {name: one for name, one in others.items() if bwd_fused.SPACE.broken(one, spec, chooser.gpu.arch) is None}
-    for name in list(able)[:MOST_FORMS]:
-        yield name, replace(chosen, config=able[name]), parts
+    forms = [(name, able[name], parts) for name in able]
+    in_parts = [other for other in (1, 2, 4, 8) if other != parts and problem.group % other == 0]
+    forms += [(f"groups in {other} parts", fused_schedule.apart(config), other) for other in in_parts]
+    for name, one, count in forms[:MOST_FORMS]:
+        yield name, replace(chosen, config=one), count
 
 
 def by_length(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:

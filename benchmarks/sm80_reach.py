@@ -172,7 +172,11 @@ def reach() -> Iterator[str]:
     steady = of({"calls": _steady(record(STEADY_CALLS)["calls"])}, "deterministic backward")
     older = "" if _is_here(SERVED["a100"][-1]) else "rows of before the last races at 96, 128 and 256; "
     small = "" if any("causal" in name for name in of(l4, "forward", 64)) else "causal not timed; "
-    small += "" if _is_here(SERVED["l4"][-1]) else "96: rows of before their races"
+    small += (
+        "96: tiles that leave an L4 room for a second block"
+        if _is_here(SERVED["l4"][-1])
+        else "96: rows of before their races"
+    )
     apart = computed("the same, 99 KiB").values()
     wide = "" if _is_here(SERVED["l4"][-1]) else "rows of before the last races; "
     lines: list[tuple[str, Mapping[str, float], float, float | None, str]] = [
