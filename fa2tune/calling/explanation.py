@@ -128,7 +128,7 @@ class Served:
     @property
     def status(self) -> str:
         """One of ``STATUSES``."""
-        if self.estimated:
+        if self.estimated and not (self.answer is None and self.form == IN_ORDER_FORM):
             return ESTIMATED
         if self.answer is None:
             return DEFAULT

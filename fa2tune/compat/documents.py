@@ -23,7 +23,7 @@ from fa2tune.spec.combinations import why
 #: Type of a mask of a cache of fixed size: one of 4 dimensions that a user makes has another.
 OF_FIXED_CACHE = torch.uint8
 
-#: By the tensor of numbers, which all layers of a model share.
+#: By the tensor of numbers, which all layers of a model share: its version, and what was made of that by name.
 _KNOWN: Any = WeakIdKeyDictionary()
 
 
@@ -49,11 +49,17 @@ def _remembered(numbers: torch.Tensor, name: Any, make: Callable[[], Any], anew:
     """Made once for a tensor, and where it is asked for ``anew``."""
     if torch.compiler.is_compiling():
         return make()
-    found = _KNOWN.setdefault(numbers, {})
-    key = (name, 0 if numbers.is_inference() else numbers._version)
-    if anew or key not in found:
-        found[key] = make()
-    return found[key]
+    known = _KNOWN.get(numbers)
+    if known is None or known[0] != _version(numbers):
+        known = _KNOWN[numbers] = _version(numbers), {}
+    if anew or name not in known[1]:
+        known[1][name] = make()
+    return known[1][name]
+
+
+def _version(numbers: torch.Tensor) -> int:
+    """How often it was changed in place, as far as torch tells."""
+    return 0 if numbers.is_inference() else numbers._version
 
 
 def _compacted(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -119,18 +125,35 @@ def flat(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def by_positions(name: str, positions: torch.Tensor, layer: object) -> torch.Tensor | None:
     """The documents of tokens with these positions, (1, length) -> int32, the same; each begins at the least position, as to
     flash_attention_2 in Transformers. None: there is one, for which the host waits once for a tensor that ``layer`` and others
-    share. While torch.compile makes a graph one document has numbers, too."""
-    making_graph = torch.compiler.is_compiling()
+    share; or nothing can be read: a fake tensor, or one that no call has read while a CUDA graph is captured. While
+    torch.compile makes a graph one document has numbers, too.
+
+    NotImplementedError: a CUDA graph is captured of a tensor that was read, and has several."""
 
     def numbers() -> torch.Tensor | None:
         here = whole(name, positions)
         begins = here == here.min()
-        return begins.cumsum(1).to(torch.int32) if making_graph or bool(begins[:, 1:].any()) else None
+        several = torch.compiler.is_compiling() or bool(begins[:, 1:].any())
+        return begins.cumsum(1).to(torch.int32) if several else None
 
+    if torch.compiler.is_compiling():
+        return numbers()
+    if terms.is_traced(positions):
+        return None
+    if terms.capturing():
+        known = _KNOWN.get(positions)
+        if known is not None and known[0] == _version(positions) and known[1].get("by positions") is not None:
+            raise NotImplementedError(
+                f"{name}: got documents while a CUDA graph is captured, which cannot follow their lengths: pass cu_seq_lens_q"
+            )
+        return None
     anew = False
-    if not making_graph and positions.is_inference():
-        # nothing tells whether it was changed in place: the first layer reads it anew
-        anew = _remembered(positions, "first layer", lambda: id(layer)) == id(layer)
+    if positions.is_inference():
+        # nothing tells whether it was changed in place: a layer that has read it reads it anew
+        layers = _remembered(positions, "layers", set)
+        if anew := id(layer) in layers:
+            layers.clear()
+        layers.add(id(layer))
     found: torch.Tensor | None = _remembered(positions, "by positions", numbers, anew)
     return found
 

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fa2tune.calling import arguments
 from fa2tune.calling.distributed import whole
@@ -18,6 +20,9 @@ from fa2tune.calling.varlen import attention_varlen
 from fa2tune.spec.combinations import LACKING, Absent
 from fa2tune.spec.maskfile import LARGEST
 from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+
+#: By offsets or used lengths, which all layers of a model share: their version, and the longest sequence.
+_LONGEST: Any = WeakIdKeyDictionary()
 
 
 def refuse(call: str, name: str, value: Any, absent: Absent) -> NoReturn:
@@ -107,21 +112,33 @@ def packed_sides(
     known = length(max_seqlen_k)
     if not causal and right:
         rows = q.shape[0] if isinstance(q, torch.Tensor) and q.dim() == 3 else 0
-        if right >= rows - 1 or (cu_seqlens_q is cu_seqlens_k and seqused_k is None):
-            return window  # a right side of seqlen_k hides nothing there
-        if not torch.compiler.is_compiling() and not capturing():
+        unlike = (
+            cu_seqlens_q is not cu_seqlens_k or seqused_k is not None
+        )  # else a right side of seqlen_k hides nothing
+        if unlike and right < rows - 1 and not is_traced(q) and not capturing():
             known = _longest(cu_seqlens_k, seqused_k)
     return _reaching(left, right, known)
 
 
 def _longest(offsets: Any, used: Any) -> int | None:
-    """Of the sequences between the offsets, or of the ``used`` lengths. None: they are not that, as the call will say."""
+    """Of the sequences between the offsets, or of the ``used`` lengths, read once for a tensor. None: they are not that, as the
+    call will say."""
     asked = offsets if used is None else used
     if not isinstance(asked, torch.Tensor) or asked.is_meta or asked.is_nested or asked.dim() != 1:
         return None
-    lengths = whole("cu_seqlens_k", asked)
-    lengths = lengths.diff() if used is None else lengths
-    return int(lengths.max()) if len(lengths) else None
+    version = None if asked.is_inference() else asked._version
+    known = _LONGEST.get(asked)
+    if version is None or known is None or known[0] != version:
+        lengths = whole("cu_seqlens_k", asked)
+        lengths = lengths.diff() if used is None else lengths
+        known = _LONGEST[asked] = version, int(lengths.max()) if len(lengths) else None
+    longest: int | None = known[1]
+    return longest
+
+
+def is_traced(tensor: Any) -> bool:
+    """Whether a graph is made of a call, so that no value of a tensor can be read."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
 
 
 def capturing() -> bool:

@@ -305,14 +305,11 @@ def _probabilities_asked() -> bool:
 
 def _documents(module: torch.nn.Module, query: Any, key: Any, position_ids: Any) -> torch.Tensor | None:
     """The documents of the tokens of one row, (1, length) int32, by their positions: with a cache, or with a mask of ones, a
-    model does not ask ``mask`` to keep them apart. None: it is one, or no positions say so, as to flash_attention_2; or a CUDA
-    graph is made, which cannot wait for their number."""
+    model does not ask ``mask`` to keep them apart. None: it is one, or no positions say so, as to flash_attention_2."""
     length = None if position_ids is None else terms.rows_of(query, 2)
     if length is None or length < 2 or query.shape[0] != 1 or terms.rows_of(key, 2) != length:
         return None
     if not isinstance(position_ids, torch.Tensor) or position_ids.shape != (1, length):
-        return None
-    if not torch.compiler.is_compiling() and terms.capturing():
         return None
     return documents.by_positions(f"{NAME}: position_ids", position_ids, module)
 

@@ -308,6 +308,11 @@ def test_explain_shows_the_strategy_of_the_backward(user: Path) -> None:
     assert "bwd_dq: no row serves" in steady
 
 
+def test_explain_says_that_a_deterministic_backward_by_defaults_is_not_tuned(user: Path) -> None:
+    said = explained("--gpu", "gb10", "--pass", "bwd", "--deterministic").output
+    assert "Not tuned: no row serves bwd, bwd_fused" in said and "Next: fa2tune tune --gpu gb10" in said
+
+
 def test_explain_tells_what_suits_these_lengths_better(user: Path) -> None:
     from fa2tune.compiling.registry import variant_named
 

@@ -107,6 +107,13 @@ def test_lengths_of_packed_sequences_are_read_where_a_side_may_depend_on_them(mo
     assert not reads
     call(q, k, v, *starts, 9, 12, window_size=(3, 3))
     assert len(reads) == 1
+    monkeypatch.undo()
+    assert terms.packed_sides("call", (9, 9), False, q, starts[0], starts[0], 9) is None  # it hides nothing
+    read = torch.Tensor.__int__
+    monkeypatch.setattr(torch.Tensor, "__int__", lambda tensor: reads.append(tensor) or read(tensor))
+    for _ in range(2):
+        assert terms.packed_sides("call", (3, 3), False, q, *starts, None) == (3, 3)
+    assert len(reads) == 2  # once for all layers
 
 
 def test_a_soft_cap_of_0_or_less_is_none():

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -181,8 +182,15 @@ def test_which_positions_say_documents(monkeypatch):
         assert attended(positions, rows=2) is None
     assert attended(restarts(), keys=TOKENS + 2) is None
     assert attended(torch.zeros(1, 1, dtype=torch.long), queries=1, keys=TOKENS) is None
+    with FakeTensorMode():
+        q, positions = torch.empty(1, 2, TOKENS, 16), torch.arange(TOKENS)[None]
+        assert compat.forward(torch.nn.Module(), q, q, q, None, position_ids=positions)[0].shape == (1, TOKENS, 2, 16)
+    known = restarts()
+    attended(known)
     monkeypatch.setattr(compat.terms, "capturing", lambda: True)
     assert attended(restarts()) is None
+    with pytest.raises(NotImplementedError, match=r"position_ids: got documents while a CUDA graph is captured"):
+        attended(known)
 
 
 def test_positions_are_read_once(monkeypatch):
@@ -197,9 +205,14 @@ def test_positions_are_read_once(monkeypatch):
                 if changed:
                     positions.copy_(restarts())
                 reads.clear()
-                for layer in layers:
+                for layer in reversed(layers) if changed else layers:
                     assert (attended(positions, layer=layer) is not None) is changed
                 assert len(reads) == 1
+            held = set(documents._KNOWN[positions][1])
+            for step in range(3):
+                positions.copy_(restarts() + step)
+                attended(positions, layer=layers[0])
+            assert set(documents._KNOWN[positions][1]) == held  # nothing of what it held before
 
 
 def test_documents_are_apart_in_a_graph_with_a_cache():
