@@ -33,7 +33,7 @@ release: setup
 	PYTHONPATH=build/release $(VENV)/bin/python build/release/benchmarks/ship_binaries.py build/release/cache --check
 	for file in build/release/cache/*.sqlite; do PYTHONPATH=build/release $(VENV)/bin/python -P -m fa2tune cache renew --check --cache $$file || exit 1; done
 	$(VENV)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist build/release
-	@large=$$(find dist -name '*.whl' -size +40000000c) && test -z "$$large" || { echo "larger than 40 MB: $$large"; exit 1; }
+	@large=$$(find dist -name '*.whl' -size +60000000c) && test -z "$$large" || { echo "larger than 60 MB: $$large"; exit 1; }
 	@ls -l dist/*.whl
 
 setup: $(READY)
