@@ -300,13 +300,13 @@ def _probabilities_asked() -> bool:
     # what the model that runs collects from its layers; not public, and may not be there
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     collected = None if collector is None else collector.get()
-    return any(name.endswith("attentions") for name in collected or ())
+    return bool(collected) and any(name.endswith("attentions") for name in collected)
 
 
 def _documents(module: torch.nn.Module, query: Any, key: Any, position_ids: Any) -> torch.Tensor | None:
     """The documents of the tokens of one row, (1, length) int32, by their positions: with a cache, or with a mask of ones, a
     model does not ask ``mask`` to keep them apart. None: it is one, or no positions say so, as to flash_attention_2."""
-    length = None if position_ids is None else terms.rows_of(query, 2)
+    length = terms.rows_of(query, 2)
     if length is None or length < 2 or query.shape[0] != 1 or terms.rows_of(key, 2) != length:
         return None
     if not isinstance(position_ids, torch.Tensor) or position_ids.shape != (1, length):
@@ -351,7 +351,7 @@ def forward(
         and getattr(getattr(module, "config", None), "is_causal", True) is not False
     )
     attention_mask, at_last_token = _flat(attention_mask, module)
-    if attention_mask is None and cu_seq_lens_q is None:
+    if attention_mask is None and cu_seq_lens_q is None and position_ids is not None:
         attention_mask = _documents(module, query, key, position_ids)
     if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2):
         shape = tuple(getattr(attention_mask, "shape", ()))
