@@ -15,6 +15,7 @@ import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -320,6 +321,13 @@ def _parse(value: Any) -> dict[str, Any]:
     return parsed
 
 
+@lru_cache(maxsize=4096)
+def _known(column: Column, value: Any) -> dict[str, Any]:
+    """What a JSON column holds. Rows of a file repeat configs, errors and counts."""
+    found: dict[str, Any] = column.check(_parse(value))
+    return found
+
+
 def decode(record: Mapping[str, Any]) -> Row:
     """The row of a record of the current version. ValueError names the column, what came and what is allowed."""
     values: dict[str, Any] = {}
@@ -329,7 +337,7 @@ def decode(record: Mapping[str, Any]) -> Row:
             if value is None and column.nullable:
                 values[column.name] = None
             else:
-                values[column.name] = column.check(_parse(value) if column.kind == "JSON" else value)
+                values[column.name] = dict(_known(column, value)) if column.kind == "JSON" else column.check(value)
         except ValueError as error:
             raise ValueError(f"column {column.name}: got {_short(value)}, {error}") from None
     config_hash = values.pop("config_hash")
