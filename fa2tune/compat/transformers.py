@@ -299,7 +299,7 @@ def _probabilities_asked() -> bool:
         return False
     # what the model that runs collects from its layers; not public, and may not be there
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
-    collected = None if collector is None else collector.get()
+    collected: Any = None if collector is None else collector.get()
     return bool(collected) and any(name.endswith("attentions") for name in collected)
 
 
