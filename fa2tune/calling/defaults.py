@@ -20,7 +20,6 @@ from dataclasses import replace
 from fa2tune.calling.schedules.forward_schedule import portable_is_faster
 from fa2tune.compiling import limits, registry
 from fa2tune.compiling.compiler import uses_descriptors
-from fa2tune.compiling.registry import variants_of
 from fa2tune.compiling.support import supports
 from fa2tune.gpus import Gpu
 from fa2tune.spec.problem import Config, Problem, padded_head_dim
@@ -50,7 +49,7 @@ def better_default(kernel: str, problem: Problem, gpu: Gpu) -> Config | None:
     ``registry.rank``, that says so for such a call on this GPU (``default_from``, ``default_on``)."""
     spec = problem.specialization
     width = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
-    for variant in sorted(variants_of(kernel), key=lambda one: registry.rank(one.name)):
+    for variant in sorted(registry.variants_of(kernel), key=lambda one: registry.rank(one.name)):
         if not variant.space.is_default(width, gpu.arch) or not supports(variant, spec, gpu):
             continue
         if WARP_SPECIALIZED in variant.implementations and portable_is_faster(kernel, problem):

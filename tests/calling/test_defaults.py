@@ -13,7 +13,7 @@ from fa2tune import gpus
 from fa2tune.calling import choosing
 from fa2tune.calling.defaults import default_config, portable_default, small_tiles
 from fa2tune.compiling import limits
-from fa2tune.compiling.registry import implementations, variant_of
+from fa2tune.compiling.registry import implementations, variant_named, variant_of
 from fa2tune.rows import reader
 from fa2tune.rows.row import PORTED, PREDICTED, Row, backward_implementation
 from fa2tune.spec.mask import CAUSAL, FULL
@@ -71,11 +71,16 @@ def test_gpus_without_wgmma_or_rows_take_the_fused_default(name: str, dim: int) 
 @pytest.mark.parametrize("dim", [136, 192, 256])
 def test_rows_that_keep_dp_in_16_bits_serve_no_fp16(dim: int) -> None:
     """With a scaled loss dP exceeds 65504 where gradients do not."""
-    apart = {
-        dtype: choosing.choose(problem((dim, dim), dtype), "bwd_fused", A100).config.get("SCORES_APART")
-        for dtype in ("bf16", "fp16")
-    }
-    assert apart == {"bf16": True, "fp16": False}
+    variant, rows = (
+        variant_named("sm80/bwd_fused"),
+        (row for path in reader.shipped_paths() for row in reader.read(path)),
+    )
+    config = next(row.config for row in rows if row.config.get("SCORES_APART"))
+    for dtype, refused in (("bf16", None), ("fp16", "dp_has_range")):
+        spec = problem((dim, dim), dtype).specialization
+        broken = variant.space.broken(config, spec, 80)
+        assert (broken and broken.name) == refused
+        assert variant.space.broken(variant.fitted(spec, config), spec, 80) is None
 
 
 @pytest.mark.parametrize("asked", [problem((32, 32)), problem(dtype="fp32"), problem(tma=False)], ids=str)
