@@ -350,7 +350,7 @@ def behind_peers(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]
         others["overlapped"] = {**config, "BESIDE": True, "FINISH_BESIDE": config["REDUCE"] == "vector"}
     able = {name: one for name, one in others.items() if bwd_fused.SPACE.broken(one, spec, chooser.gpu.arch) is None}
     forms = [(name, able[name], parts) for name in able]
-    in_parts = [other for other in (1, 2, 4, 8) if other != parts and problem.group % other == 0]
+    in_parts = [other for other in group_parts.allowed(problem) if other != parts and other <= MOST_PARTS]
     forms += [(f"groups in {other} parts", fused_schedule.apart(config), other) for other in in_parts]
     for name, one, count in forms[:MOST_FORMS]:
         yield name, replace(chosen, config=one), count

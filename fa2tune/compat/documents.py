@@ -7,24 +7,20 @@ so does padding with a window, which must not lie between tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fa2tune.calling import arguments
 from fa2tune.calling.distributed import by_parts, given, rows_of_batches, whole
 from fa2tune.calling.packing import cu_seqlens
 from fa2tune.calling.varlen_schedules import VarlenSchedule, varlen_schedule
 from fa2tune.compat import terms
+from fa2tune.compat.remembered import held, remembered
 from fa2tune.spec.combinations import why
 
 #: Type of a mask of a cache of fixed size: one of 4 dimensions that a user makes has another.
 OF_FIXED_CACHE = torch.uint8
-
-#: By the tensor of numbers, which all layers of a model share: its version, and what was made of that by name.
-_KNOWN: Any = WeakIdKeyDictionary()
 
 
 class _Permuted(torch.autograd.Function):
@@ -43,23 +39,6 @@ class _Permuted(torch.autograd.Function):
 
 def _permuted(rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
     return _Permuted.apply(rows, order, back)  # type: ignore[no-untyped-call]
-
-
-def _remembered(numbers: torch.Tensor, name: Any, make: Callable[[], Any], anew: bool = False) -> Any:
-    """Made once for a tensor, and where it is asked for ``anew``."""
-    if torch.compiler.is_compiling():
-        return make()
-    known = _KNOWN.get(numbers)
-    if known is None or known[0] != _version(numbers):
-        known = _KNOWN[numbers] = _version(numbers), {}
-    if anew or name not in known[1]:
-        known[1][name] = make()
-    return known[1][name]
-
-
-def _version(numbers: torch.Tensor) -> int:
-    """How often it was changed in place, as far as torch tells."""
-    return 0 if numbers.is_inference() else numbers._version
 
 
 def _compacted(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,7 +61,7 @@ def _schedule(
     graph is made, where each layer would make it."""
     if torch.compiler.is_compiling():
         return None
-    made: VarlenSchedule = _remembered(
+    made: VarlenSchedule = remembered(
         numbers, ("schedule", sequences, rows_q, rows_k),
         lambda: varlen_schedule(starts_q, starts_k, total_q=rows_q, total_k=rows_k),
     )  # fmt: skip
@@ -104,7 +83,7 @@ def _refuse_holes(call: str, tokens: torch.Tensor, options: dict[str, Any]) -> N
         begins[:, 1:] &= ~tokens[:, :-1]
         return bool((begins.sum(1) > 1).any())
 
-    if _remembered(tokens, "holes", holes):
+    if remembered(tokens, "holes", holes):
         what, given = ("chunks", "chunks") if mask else ("a window", f"the window {window}")
         hole = "padding between the tokens of a row"
         raise NotImplementedError(f"{call}: attention_mask: got {hole} with {given}: {why(what, hole)}")
@@ -118,7 +97,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def flat(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(batch, 1, 1, length) as (batch, length), one tensor for all layers of a model."""
     # copied, as a view would keep the mask alive
-    found: torch.Tensor = _remembered(mask, "flat", lambda: mask[:, 0, 0].to(dtype, copy=True))
+    found: torch.Tensor = remembered(mask, "flat", lambda: mask[:, 0, 0].to(dtype, copy=True))
     return found
 
 
@@ -141,8 +120,7 @@ def by_positions(name: str, positions: torch.Tensor, layer: object) -> torch.Ten
     if terms.is_traced(positions):
         return None
     if terms.capturing():
-        known = _KNOWN.get(positions)
-        if known is not None and known[0] == _version(positions) and known[1].get("by positions") is not None:
+        if held(positions).get("by positions") is not None:
             raise NotImplementedError(
                 f"{name}: got documents while a CUDA graph is captured, which cannot follow their lengths: pass cu_seq_lens_q"
             )
@@ -150,11 +128,11 @@ def by_positions(name: str, positions: torch.Tensor, layer: object) -> torch.Ten
     anew = False
     if positions.is_inference():
         # nothing tells whether it was changed in place: a layer that has read it reads it anew
-        layers = _remembered(positions, "layers", set)
+        layers = remembered(positions, "layers", set)
         if anew := id(layer) in layers:
             layers.clear()
         layers.add(id(layer))
-    found: torch.Tensor | None = _remembered(positions, "by positions", numbers, anew)
+    found: torch.Tensor | None = remembered(positions, "by positions", numbers, anew)
     return found
 
 
@@ -200,7 +178,7 @@ def _rows(call: str, numbers: torch.Tensor, q: Any) -> Any:
         # no view of ``numbers``, which would keep it alive in what is remembered
         return found if given(numbers) else found.clone()
 
-    return _remembered(numbers, ("rows", q.device_mesh, q.placements), rows)
+    return remembered(numbers, ("rows", q.device_mesh, q.placements), rows)
 
 
 def by_numbers(
@@ -225,7 +203,7 @@ def by_numbers(
         divided: Any = by_parts(part, q, k, v, "bshd", (), options.get("score"))
         return divided
     if given(numbers):
-        numbers = _remembered(numbers, "whole", lambda: whole(f"{call}: attention_mask", numbers))
+        numbers = remembered(numbers, "whole", lambda: whole(f"{call}: attention_mask", numbers))
     batch, rows = q.shape[:2]
     _check(call, k, v, numbers, batch)
     k, v = k[:, : numbers.shape[1]], v[:, : numbers.shape[1]]
@@ -235,15 +213,15 @@ def by_numbers(
             raise ValueError(
                 f"{call}: attention_mask: got documents of {length} keys for {rows} queries, must be as many"
             )
-        offsets = _remembered(numbers, "offsets", lambda: cu_seqlens(document_ids=numbers))
+        offsets = remembered(numbers, "offsets", lambda: cu_seqlens(document_ids=numbers))
         schedule = _schedule(numbers, "documents", offsets, offsets, batch * rows, batch * rows)
         return by_offsets(call, q, k, v, offsets, offsets, None, None, schedule=schedule, **options)
     _refuse_holes(call, numbers, options)
-    order, back, starts_k = _remembered(numbers, "keys", lambda: _compacted(numbers))
+    order, back, starts_k = remembered(numbers, "keys", lambda: _compacted(numbers))
     keys, values = _permuted(_flat(k), order, back), _permuted(_flat(v), order, back)
     plain = not options["causal"] and options["window"] is None and options.get("mask") is None
     if plain or (at_last_token and rows == 1):
-        starts_q = _remembered(numbers, ("starts", rows), lambda: _even(batch, rows, q.device))
+        starts_q = remembered(numbers, ("starts", rows), lambda: _even(batch, rows, q.device))
         schedule = _schedule(numbers, "rows", starts_q, starts_k, batch * rows, batch * length)
         out, _ = terms.packed(
             call, _flat(q), keys, values, starts_q, starts_k, rows, length, return_lse=False, schedule=schedule, **options
@@ -251,7 +229,7 @@ def by_numbers(
         return out.view(batch, rows, *out.shape[1:])
     if rows > length:
         raise ValueError(f"{call}: attention_mask: got {length} keys for {rows} queries, must be as many or more")
-    last = _remembered(numbers, ("queries", rows), lambda: _compacted(numbers[:, length - rows :]))
+    last = remembered(numbers, ("queries", rows), lambda: _compacted(numbers[:, length - rows :]))
     order, back, starts_q = last
     schedule = _schedule(numbers, "tokens", starts_q, starts_k, batch * rows, batch * length)
     out, _ = terms.packed(

@@ -11,18 +11,15 @@ from typing import Any, NoReturn, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fa2tune.calling import arguments
 from fa2tune.calling.distributed import whole
 from fa2tune.calling.ops import Layout, attention, compiling
 from fa2tune.calling.varlen import attention_varlen
+from fa2tune.compat.remembered import remembered
 from fa2tune.spec.combinations import LACKING, Absent
 from fa2tune.spec.maskfile import LARGEST
 from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
-
-#: By offsets or used lengths, which all layers of a model share: their version, and the longest sequence.
-_LONGEST: Any = WeakIdKeyDictionary()
 
 
 def refuse(call: str, name: str, value: Any, absent: Absent) -> NoReturn:
@@ -126,14 +123,15 @@ def _longest(offsets: Any, used: Any) -> int | None:
     asked = offsets if used is None else used
     if not isinstance(asked, torch.Tensor) or asked.is_meta or asked.is_nested or asked.dim() != 1:
         return None
-    version = None if asked.is_inference() else asked._version
-    known = _LONGEST.get(asked)
-    if version is None or known is None or known[0] != version:
+
+    def longest() -> int | None:
         lengths = whole("cu_seqlens_k", asked)
         lengths = lengths.diff() if used is None else lengths
-        known = _LONGEST[asked] = version, int(lengths.max()) if len(lengths) else None
-    longest: int | None = known[1]
-    return longest
+        return int(lengths.max()) if len(lengths) else None
+
+    name = "longest between offsets" if used is None else "longest"
+    found: int | None = remembered(asked, name, longest, anew=asked.is_inference())
+    return found
 
 
 def is_traced(tensor: Any) -> bool:

@@ -19,6 +19,7 @@ from transformers import masking_utils as masks  # noqa: E402
 import fa2tune  # noqa: E402
 import fa2tune.compat.transformers as compat  # noqa: E402
 from fa2tune.compat import documents  # noqa: E402
+from fa2tune.compat.remembered import held  # noqa: E402
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
          "max_position_embeddings": 64}  # fmt: skip
@@ -208,11 +209,11 @@ def test_positions_are_read_once(monkeypatch):
                 for layer in reversed(layers) if changed else layers:
                     assert (attended(positions, layer=layer) is not None) is changed
                 assert len(reads) == 1
-            held = set(documents._KNOWN[positions][1])
+            kept = set(held(positions))
             for step in range(3):
                 positions.copy_(restarts() + step)
                 attended(positions, layer=layers[0])
-            assert set(documents._KNOWN[positions][1]) == held  # nothing of what it held before
+            assert set(held(positions)) == kept  # nothing of what it held before
 
 
 def test_documents_are_apart_in_a_graph_with_a_cache():

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fa2tune
-from fa2tune.compat import documents, flash_attn, flash_attn_4, torch_varlen
+from fa2tune.compat import documents, flash_attn, flash_attn_4, remembered, torch_varlen
 from fa2tune.compat import transformers as drop_in
 
 
@@ -213,7 +213,7 @@ def test_documents_are_counted_once_for_all_layers(mesh, place, monkeypatch):
     numbers = (torch.arange(9) > torch.tensor([3, 5])[:, None]).int()
     given = tensors(2, 9)
     qkv = placed(given, mesh, place) if place else given
-    kept = len(documents._KNOWN)
+    kept = len(remembered.KNOWN)
     for mask in (numbers, spread(numbers, mesh, Replicate())):
         counted.clear()
         for _ in range(3):
@@ -226,7 +226,7 @@ def test_documents_are_counted_once_for_all_layers(mesh, place, monkeypatch):
         torch.testing.assert_close(o.to_local() if place else o, half(want, place) if place else want)
     del mask, numbers
     gc.collect()
-    assert len(documents._KNOWN) <= kept
+    assert len(remembered.KNOWN) <= kept
 
 
 def test_lengths_of_the_longest_and_offsets_of_documents(mesh):
