@@ -86,19 +86,7 @@ SHORT_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     "112, 600": (Problem("bf16", 8, 4, 4, 600, 600, 112, 112, FULL), {}),
     "64, 300": (Problem("bf16", 3, 5, 5, 300, 300, 64, 64, CAUSAL), {}),
 }
-#: Of few tiles; and of grouped heads whose programs drift apart, under a causal mask. No choice is fitted to them but to one.
-FEW_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
-    f"{dim}, {rows if rows == keys else f'{rows} x {keys}'}, {batch} x {heads}, {mask}":
-        (Problem("bf16", batch, heads, heads, rows, keys, dim, dim, mask), {})
-    for batch, heads, rows, keys, dim, mask in (
-        (4, 2, 1003, 1003, 88, CAUSAL), (4, 2, 1003, 1003, 88, FULL), (1, 1, 3000, 3000, 128, CAUSAL),
-        (1, 2, 3000, 3000, 96, CAUSAL), (2, 2, 1500, 1500, 128, CAUSAL), (1, 4, 1024, 1024, 128, FULL),
-        (2, 6, 640, 640, 128, CAUSAL), (3, 4, 500, 500, 120, CAUSAL), (1, 12, 512, 512, 104, FULL),
-        (2, 1, 2048, 2048, 72, FULL), (1, 1, 1500, 1500, 80, CAUSAL), (1, 3, 700, 2000, 112, CAUSAL),
-        (1, 8, 400, 900, 128, FULL), (2, 10, 200, 380, 96, CAUSAL), (1, 2, 2500, 2500, 64, CAUSAL),
-        (1, 4, 1500, 1500, 40, CAUSAL), (2, 5, 300, 300, 56, FULL),
-    )
-}  # fmt: skip
+#: Of grouped heads whose programs drift apart, under a causal mask. No choice is fitted to them but to one.
 GROUPED_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     f"{heads // kv} a group, {dim}, {rows}": (Problem("bf16", batch, heads, kv, rows, rows, dim, dim, CAUSAL), {})
     for batch, heads, kv, rows, dim in (

@@ -7,7 +7,7 @@
     python benchmarks/dense_backwards.py --split                                     # both split kernels at a time, predicted
     python benchmarks/dense_backwards.py --keys --out dq_parts.json                  # keys of dQ in parts (also with --list)
     python benchmarks/dense_backwards.py --keys --table dq_parts.json --page docs/experiments/few-queries.md
-    python benchmarks/dense_backwards.py --forms apart --out v_apart.json            # apart, stored, turns, few or grouped
+    python benchmarks/dense_backwards.py --forms apart --out v_apart.json            # apart, stored, turns or grouped
 
 The calls: of benchmarks/calls/random_calls.json.gz those that were behind a peer, those that are served otherwise since, and
 every eighth of the others. Fused: the row's config, alone on the GPU ("apart"), with dQ finished after, in half blocks (64
@@ -15,9 +15,9 @@ columns; also with rows prepared and dQ finished beside), each in the number of 
 neighbouring numbers of parts. Split: one kernel after the other, and both at a time in each order. --keys: of KEY_CALLS what
 serves with whole keys, and keys of dQ in parts, in the order chosen for each number of parts, and one kernel after the other.
 --forms, each next to what serves: apart (V_APART of the fused kernel, and padded), stored (dS in memory, and split kernels),
-turns (dQ summed in a fixed order by the fused kernel, and by split kernels, as deterministic calls ask for), few (few tiles: a
-program for each, and split kernels at a time), grouped (parts of groups under a causal mask, as the row has it and alone on the
-GPU; with --list, estimates of the last two). The calls are those of backward_calls.py.
+turns (dQ summed in a fixed order by the fused kernel, and by split kernels, as deterministic calls ask for), grouped (parts
+of groups under a causal mask, as the row has it and alone on the GPU; with --list, estimates). The calls are those of
+backward_calls.py.
 
 Each result is compared with float32 arithmetic; a wrong one is an error. Each candidate is a CUDA graph; replays are
 interleaved; the file holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute
@@ -31,24 +31,26 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import marked
 import side_by_side
 import torch
 import workloads
-from backward_calls import APART_CALLS, FEW_CALLS, GROUPED_CALLS, KEY_CALLS, STORED_CALLS, TURN_CALLS
+from backward_calls import APART_CALLS, GROUPED_CALLS, KEY_CALLS, STORED_CALLS, TURN_CALLS
 from launch_choices import race
 
 from fa2tune import gpus
 from fa2tune.calling import backward_plans, choosing, dispatch
 from fa2tune.calling.schedules import (
-    few_split_schedule,
     fused_schedule,
     group_parts_schedule,
+    query_parts_schedule,
     split_backward_schedule,
     stored_ds_schedule,
     turns_schedule,
@@ -111,8 +113,14 @@ def _late(choice: Choice) -> Choice:
     return replace(choice, config=config, otherwise=None if own is None or dict(own) == config else own)
 
 
+def whole_blocks() -> AbstractContextManager[Any]:
+    """In which no call has query blocks in parts, which are query_parts.py's."""
+    return mock.patch.object(query_parts_schedule, "with_parts", lambda _problem, choice, _gpu: choice)
+
+
 def chosen(problem: Problem, gpu: Gpu) -> Candidate:
-    _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False, few_split=False)
+    with whole_blocks():
+        _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
     late = {name: _late(one) for name, one in choices.items()}
     return {name: (one, group_parts_schedule.parts_of(problem, name, one, gpu)) for name, one in late.items()}
 
@@ -291,20 +299,6 @@ def turn_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     return found
 
 
-def few_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
-    """Of a call of few tiles: the fused kernel, also with a program for each tile; split kernels at a time, where they fit."""
-    _, fused = choosing.choose_backward(choosing.Chooser(problem, gpu), False, few_split=False)
-    _, split = choosing.choose_backward(choosing.Chooser(problem, gpu), True, in_order=False)
-    own = fused[FUSED_KERNEL]
-    found: dict[str, Ordered] = {"fused": ({FUSED_KERNEL: (own, 1)}, "")}
-    one = _fused_form(problem, own, gpu, **{**fused_schedule.apart(own.config), "PERSISTENT": False, "DYNAMIC": False})
-    if one is not None:
-        found["a tile a program"] = one
-    if few_split_schedule.covers(problem, fused) and few_split_schedule.at_once(problem, split, gpu):
-        found["split, at a time"] = {name: (_late(choice), 1) for name, choice in split.items()}, overlapped.DQ_AT_ONCE
-    return found
-
-
 def grouped_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     """Of grouped heads: as the row has it and alone on the GPU, groups whole, in all parts and in those chosen for either."""
     found = {"served": served(problem, gpu)}
@@ -323,20 +317,17 @@ def _late_alone(config: Config) -> Config:
 
 
 def estimate(problem: Problem, one: Ordered, gpu: Gpu) -> str:
-    """Microseconds that a candidate of the fused kernel, or of split ones of few tiles, is expected to take, after a space."""
-    candidate, order = one
-    choices = {kernel: choice for kernel, (choice, _) in candidate.items()}
-    if FUSED_KERNEL in candidate and choices[FUSED_KERNEL].variant.space is bwd_fused.SPACE:
-        choice, parts = candidate[FUSED_KERNEL]
-        return f" {fused_schedule.predicted_us(problem, choice.config, gpu, parts):.1f}"
-    narrow = order == overlapped.DQ_AT_ONCE and max(problem.head_dim, problem.head_dim_v) <= 128
-    return f" {few_split_schedule.predicted_us(problem, choices):.1f}" if narrow else ""
+    """Microseconds that a candidate of the fused kernel is expected to take, after a space."""
+    choice, parts = one[0].get(FUSED_KERNEL, (None, 1))
+    if choice is None or choice.variant.space is not bwd_fused.SPACE:
+        return ""
+    return f" {fused_schedule.predicted_us(problem, choice.config, gpu, parts):.1f}"
 
 
 Candidates = Callable[[Problem, Gpu], dict[str, Ordered]]
 FORMS: dict[str, tuple[dict[str, tuple[Problem, dict[str, float]]], Candidates]] = {
     "apart": (APART_CALLS, apart_candidates), "stored": (STORED_CALLS, stored_candidates),
-    "turns": (TURN_CALLS, turn_candidates), "few": (FEW_CALLS, few_candidates), "grouped": (GROUPED_CALLS, grouped_candidates),
+    "turns": (TURN_CALLS, turn_candidates), "grouped": (GROUPED_CALLS, grouped_candidates),
 }  # fmt: skip
 
 

@@ -2,12 +2,14 @@
 
     python benchmarks/ahead.py benchmarks/early_start.py                   # first: every binary, on all cores; no GPU
     python benchmarks/early_start.py --out early_start.json                # resumes from the file
+    python benchmarks/early_start.py --drawing RECORD --out FILE           # drawn calls, of 20 us and more
     python benchmarks/early_start.py --list                                # what would be timed; no GPU
     python benchmarks/early_start.py --table early_start.json              # a file, as text
 
 Of each call what serves it without the form, the same with it, and what its row names, in the same number of parts. Of head
 dims above 128, which the split kernels serve, one kernel after the other; where both are expected to be faster at a time, in
-that order, too. Checks and times are those of benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
+that order, too. --drawing: of records of benchmarks/random_calls.py the calls that are served with the form now, and took
+LONGER microseconds or more. Checks and times are those of benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import side_by_side
 import workloads
 
 from fa2tune import gpus
+from fa2tune.calling import choosing
 from fa2tune.calling.schedules import fused_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
@@ -33,6 +36,7 @@ from fa2tune.spec.problem import Problem
 KERNEL = dense_backwards.FUSED_KERNEL
 ROW, WITHOUT, WITH = "the row's form", "one after the other", "started early"
 AT_A_TIME, BOTH = "at a time", "at a time, started early"
+LONGER = 20.0
 #: (batch, heads, queries, keys, head dim, mask)
 CALLS = (
     (2, 3, 158, 802, 96, FULL), (8, 2, 220, 220, 96, CAUSAL), (10, 1, 208, 208, 24, CAUSAL), (1, 1, 85, 386, 56, FULL),
@@ -49,6 +53,19 @@ def posed(shape: tuple[Any, ...]) -> Problem:
 
 def _started(choice: Choice, early: bool) -> Choice:
     return replace(choice, config={**choice.config, "EARLY_START": early})
+
+
+def drawn(records: tuple[Path, ...], gpu: Gpu) -> dict[str, Problem]:
+    """Name -> call, of --drawing."""
+    found = {}
+    for path in records:
+        for problem, call in dense_backwards.recorded(path).values():
+            if call["us"]["fa2tune"] >= LONGER and any(
+                choice.config.get("EARLY_START") for choice in choosing.choose_backward(
+                    choosing.Chooser(problem, gpu), False)[1].values()
+            ):  # fmt: skip
+                found[workloads.described(problem)] = problem
+    return found
 
 
 def candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]:
@@ -77,14 +94,21 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
+@click.option(
+    "--drawing", "records", type=click.Path(exists=True, path_type=Path), multiple=True, help="Calls of these."
+)
+@side_by_side.share_option
 @click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
-def main(listed: bool, seconds: float, out: Path | None, shown: Path | None) -> None:
+def main(
+    listed: bool, records: tuple[Path, ...], share: slice, seconds: float, out: Path | None, shown: Path | None
+) -> None:
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
-    problems = {workloads.described(problem): problem for problem in map(posed, CALLS)}
+    problems = drawn(records, gpus.named("h200")) or {workloads.described(one): one for one in map(posed, CALLS)}
+    problems = dict(list(problems.items())[share])
     if listed:
         for name, problem in problems.items():
             found = candidates(problem, gpus.named("h200"))

@@ -16,6 +16,10 @@
     python benchmarks/packed_choices.py --drawing 8 --pass bwd --out benchmarks/calls/packed_choices_8.json
     python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 9                # one sequence has most tokens
     python benchmarks/packed_choices.py --drawing 9 --out benchmarks/calls/packed_choices_9.json
+    python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 10 --pass bwd    # what rows have overlapped, apart
+    python benchmarks/packed_choices.py --drawing 10 --pass bwd --out benchmarks/calls/packed_choices_11.json
+    python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 11 --pass bwd    # query blocks in parts
+    python benchmarks/packed_choices.py --drawing 11 --pass bwd --out benchmarks/calls/packed_choices_12.json
     python benchmarks/packed_choices.py --list                                         # what would be timed; no GPU
 
 The calls: those of a drawing, benchmarks/calls/random_packings.json, random_packings_2.json or _3, that CALLS names by their
@@ -34,7 +38,10 @@ heads, most tokens in one sequence, and some in which splitting is expected to l
 (``packed_splits_schedule``, whose estimates --list prints). 8 is UNEVEN, backward alone, each with longer sequences first and
 in the order of cu_seqlens: most are expected to gain by the former, and the last ones of each drawing little or nothing. 9 is
 DOMINATED, forward alone: one sequence has most tokens, or short ones at head dim 64 without a mask, in the tiles of all rows,
-with norms and without, small ones, and of 192 rows.
+with norms and without, small ones, and of 192 rows. 10 is OVERLAPPED and EQUAL, backward alone: drawn calls whose row prepares
+rows and finishes dQ beside other programs, and sequences of one length, as the row has them, with each kernel alone, that in
+one band, in the other order of sequences, and started early or not. 11,
+backward alone: drawn calls that are served with query blocks in parts, in each number of parts, and whole.
 
 Each result is compared with float32 arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each
 candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in microseconds a call, and what the
@@ -50,11 +57,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import random_packings
 import side_by_side
 import torch
+from dense_backwards import whole_blocks
 from launch_choices import race
 from random_packings import Packing
 
@@ -68,6 +77,7 @@ from fa2tune.calling.schedules import (
     packed_lengths,
     packed_schedule,
     packed_splits_schedule,
+    query_parts_schedule,
 )
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching import group_parts, key_splits, passes
@@ -95,6 +105,7 @@ TILES = {
     2: (10, 32, 2, 69, 14, 27, 73, 59, 55),
     3: (13, 21, 18, 63, 39, 30, 64, 3, 37, 48, 32, 26, 57, 52, 55),
     4: (2, 76, 6, 38, 42, 32, 80, 48, 46, 50, 58, 20, 92, 44, 94, 78, 72),
+    10: (71, 30, 69, 17, 89, 42, 3),
 }
 BEHIND_PEERS = 5  #: that means BEHIND
 #: Drawing -> calls, the ones first that differ most: large; small, of one round of tiles; then the others.
@@ -115,7 +126,27 @@ UNEVEN = {
 }
 ONE_LONG = 9  #: that means DOMINATED
 #: Drawing -> calls one of whose sequences has most rows, and, at 64 without a mask, calls that small tiles may suit.
-DOMINATED = {8: (28, 14, 79), 6: (89,), 5: (29, 32), 3: (40,), 2: (56, 16), 7: (49,)}
+DOMINATED = {10: (30, 69), 8: (28, 14, 79), 6: (89,), 5: (29, 32), 3: (40,), 2: (56, 16), 7: (49,)}
+ALONE = 10  #: that means OVERLAPPED and EQUAL
+#: Drawing -> calls, the latest first.
+OVERLAPPED = {
+    10: (73, 39, 89, 78, 28, 4, 9, 29, 49, 61, 75, 97, 38),
+    9: (38, 11),
+    8: (17, 42, 34, 8, 0, 31, 51, 5),
+    7: (0, 11, 27, 54, 65),
+    6: (43, 65, 85, 89, 92, 70, 12, 17),
+    4: (62, 68, 94, 52, 8),
+    3: (5, 10, 24, 36, 53),
+    2: (0, 28, 36, 60, 77, 85, 95, 97, 25),
+}
+#: Sequences, tokens of each, query and key heads, head dim, mask.
+EQUAL = (
+    (1, 16384, 16, 16, 128, CAUSAL), (2, 8192, 16, 16, 128, CAUSAL), (4, 4096, 16, 16, 128, CAUSAL),
+    (8, 2048, 16, 16, 128, CAUSAL), (16, 1024, 16, 16, 128, CAUSAL), (1, 16384, 32, 32, 64, CAUSAL),
+    (4, 4096, 32, 32, 64, CAUSAL), (16, 1024, 32, 32, 64, CAUSAL), (4, 4096, 16, 16, 128, FULL),
+    (4, 4096, 32, 32, 64, FULL), (4, 4096, 32, 8, 128, CAUSAL), (2, 8192, 64, 8, 128, CAUSAL), (16, 1024, 16, 16, 128, FULL),
+)  # fmt: skip
+QUERY_BLOCKS = 11  #: that means all drawn calls that are served by parts of query blocks
 MOST_FORMS = 10  #: of a call of BEHIND
 #: What makes the loop of a backward, by which rows of other lengths differ.
 LOOP = ("BLOCK_M", "REDUCE", "ORDER", "EXPONENTIALS_FIRST", "num_warps")
@@ -141,7 +172,7 @@ def packings(drawing: int = 1) -> dict[str, tuple[Packing, Mapping[str, Any]]]:
     """Name -> (packing, what was recorded when it was drawn)."""
     found: dict[str, tuple[Packing, Mapping[str, Any]]] = {}
     several = {ALL_TILES: TILES, BEHIND_PEERS: BEHIND, OTHER_BANDS: BANDS, KEYS_IN_PARTS: LONG_ONES,
-               LONGER_FIRST: UNEVEN, ONE_LONG: DOMINATED}  # fmt: skip
+               LONGER_FIRST: UNEVEN, ONE_LONG: DOMINATED, ALONE: OVERLAPPED, QUERY_BLOCKS: {}}  # fmt: skip
     for which, calls in several.get(drawing, {drawing: CALLS.get(drawing, ())}).items():
         drawn = json.loads(DRAWINGS[which].read_text("utf-8"))["calls"]
         for name in sorted(drawn, key=lambda one: calls.index(n) if (n := int(one.split()[0])) in calls else -1):
@@ -149,6 +180,16 @@ def packings(drawing: int = 1) -> dict[str, tuple[Packing, Mapping[str, Any]]]:
                 call = drawn[name]
                 heads = (call[side] for side in ("heads_q", "heads_kv", "head_dim"))
                 found[name] = Packing(tuple(call["of_q"]), tuple(call["of_k"]), *heads, masks(call["mask"])), call
+    for which in DRAWINGS if drawing == QUERY_BLOCKS else ():
+        for name, call in json.loads(DRAWINGS[which].read_text("utf-8"))["calls"].items():
+            heads = [call[side] for side in ("heads_q", "heads_kv", "head_dim")]
+            packing = Packing(tuple(call["of_q"]), tuple(call["of_k"]), *heads, masks(call["mask"]))
+            now = served(choosing.Chooser(posed(packing), H200)) if "bwd" in call else None
+            if now is not None and group_parts.of_queries(now[0].config):
+                found[f"{which}: {name}"] = packing, call
+    for count, tokens, *heads, mask in EQUAL if drawing == ALONE else ():
+        packing = Packing((tokens,) * count, (tokens,) * count, *heads, mask)
+        found[f"{count} of {tokens}, {heads[0]}/{heads[1]} x {heads[2]}, {mask}"] = packing, {}
     return found
 
 
@@ -251,7 +292,13 @@ def parts_of_keys(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]
 
 
 def fused_choice(chooser: choosing.Chooser) -> tuple[Choice, int] | None:
-    """Of the fused backward, and the parts of its groups; None: split kernels serve."""
+    """Of the fused backward with whole query blocks, and the parts of its groups; None: split kernels serve."""
+    with whole_blocks():
+        return served(chooser)
+
+
+def served(chooser: choosing.Chooser) -> tuple[Choice, int] | None:
+    """The same of what serves."""
     strategy, kinds = chooser.strategy(False)
     if strategy != FUSED:
         return None
@@ -366,6 +413,49 @@ def by_length(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
     yield "chosen", chosen, parts
 
 
+def each_alone(problem: Problem, gpu: gpus.Gpu) -> Iterator[tuple[str, Choice, int]]:
+    """As the row has it; what is chosen where each kernel is alone on the GPU; that in one band, in the other
+    order, and with kernels started early or not."""
+
+    def chosen(alone: bool) -> tuple[Choice, int] | None:
+        with mock.patch.object(packed_schedule, "alone", lambda *_: alone):
+            return fused_choice(choosing.Chooser(problem, gpu))  # which remembers what it chose
+
+    if (row := chosen(False)) is None or (alone := chosen(True)) is None:
+        return
+    yield "as the row", *row
+    choice, parts = alone
+    config = {**choice.config}
+    yield "alone", choice, parts
+    yield "alone, one band", replace(choice, config={**config, "HEADS_PER_WAVE": ONE_BAND}), parts
+    if problem.extent.given > 1:
+        other = {**config, "LONGER_FIRST": not config["LONGER_FIRST"]}
+        yield "alone, in the other order", replace(choice, config=other), parts
+    yield (
+        "alone, in the other start",
+        replace(choice, config={**config, "EARLY_START": not config["EARLY_START"]}),
+        parts,
+    )
+    served = fused_choice(choosing.Chooser(problem, gpu))
+    assert served is not None
+    yield "chosen", *served
+
+
+def in_query_parts(problem: Problem, gpu: gpus.Gpu) -> Iterator[tuple[str, Choice, int]]:
+    """What is chosen without parts of query blocks, and with each number of them."""
+    if (without := fused_choice(choosing.Chooser(problem, gpu))) is None:
+        return
+    choice, parts = without
+    yield "whole", choice, parts
+    form = query_parts_schedule.form(choice)
+    for count in group_parts.query_counts(problem, gpu.arch):
+        yield f"{count} parts", replace(choice, config=form), count
+    yield "3 parts, one after the other", replace(choice, config={**form, "EARLY_START": False}), 3
+    now = served(choosing.Chooser(problem, gpu))
+    assert now is not None
+    yield "chosen", *now
+
+
 def candidates(problem: Problem, gpu: gpus.Gpu, drawing: int = 1, only: str = "") -> dict[str, Candidates]:
     """By pass. ``only``: of this one; of the other the choice alone."""
     chooser = choosing.Chooser(problem, gpu)
@@ -381,6 +471,10 @@ def candidates(problem: Problem, gpu: gpus.Gpu, drawing: int = 1, only: str = ""
         return {"fwd": {"chosen": (chooser.choose("fwd"), 1)}, "bwd": _distinct(behind_peers(chooser))}
     if drawing == LONGER_FIRST:
         return {"fwd": {"chosen": (chooser.choose("fwd"), 1)}, "bwd": _distinct(by_length(chooser))}
+    if drawing == QUERY_BLOCKS:
+        return {"fwd": {"chosen": (chooser.choose("fwd"), 1)}, "bwd": _distinct(in_query_parts(problem, gpu))}
+    if drawing == ALONE:
+        return {"fwd": {"chosen": (chooser.choose("fwd"), 1)}, "bwd": _distinct(each_alone(problem, gpu))}
     if drawing == OTHER_BANDS:
         bands = (one for one in behind_peers(chooser) if one[0] == "chosen" or one[0].endswith("a band"))
         return {"fwd": {"chosen": (chooser.choose("fwd"), 1)}, "bwd": _distinct(bands)}
@@ -458,7 +552,7 @@ def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
-@click.option("--drawing", type=click.IntRange(1, 9), default=1, show_default=True)
+@click.option("--drawing", type=click.IntRange(1, 11), default=1, show_default=True)
 @click.option("--pass", "pass_", type=click.Choice(["fwd", "bwd"]), help="Of this pass alone.  [default: both]")
 @side_by_side.share_option
 @click.option("--seconds", type=float, default=math.inf, help="Begins no call after so long.")
@@ -482,11 +576,11 @@ def main(
     def one(pair: tuple[Any, Any]) -> dict[str, Any]:
         packing, before = pair
         found = measured(packing, drawing, pass_ or "")
-        return {"us": found, "when drawn": {which: before[which]["us"] for which in found}}
+        return {"us": found, "when drawn": {which: before[which]["us"] for which in found if which in before}}
 
     def line(name: str, call: Mapping[str, Any]) -> str:
         return "\n".join(
-            f"{name}, {which}: {us}, when drawn {call['when drawn'][which]}" for which, us in call["us"].items()
+            f"{name}, {which}: {us}, when drawn {call['when drawn'].get(which)}" for which, us in call["us"].items()
         )
 
     side_by_side.fill(record, asked, one, seconds, out, line)

@@ -23,11 +23,11 @@ from fa2tune.calling.kinds import (
     other_kind,
 )
 from fa2tune.calling.schedules import (
-    few_split_schedule,
     forward_schedule,
     fused_schedule,
     ordered,
     packed_schedule,
+    query_parts_schedule,
     split_backward_schedule,
     turns_schedule,
     window_schedule,
@@ -37,12 +37,11 @@ from fa2tune.compiling.choice import Choice, choice_of
 from fa2tune.compiling.compiler import uses_descriptors
 from fa2tune.compiling.registry import Misfit, fitting, variant_of
 from fa2tune.gpus import Gpu
-from fa2tune.launching import overlapped
 from fa2tune.logs import warn_once
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import PREDICTED, Row, backward_implementation
 from fa2tune.spec.key import DENSE_FAMILY, TuningKey, family_of
-from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem, Specialization
+from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
 #: (the row that serves, or None; what stood before it and cannot)
@@ -109,15 +108,9 @@ def _known(problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], node: loo
     return found
 
 
-#: (specialization, GPU) of backwards of few tiles whose split kernels did not compile or load, or with nothing to compile them:
-#: not tried again for other lengths until ``forget``.
-FEW_SPLIT_REFUSED = set[tuple[Specialization, str]]()
-
-
 def forget() -> None:
     """Read the cache layers anew when they are asked for next."""
     layers.cache_clear()
-    FEW_SPLIT_REFUSED.clear()
     _KNOWN.clear()
 
 
@@ -342,12 +335,14 @@ class Chooser:
             return self._suited_to_packed(answer, own)
         if problem.extent.ragged and packed_schedule.covers_backward(variant) and problem.mask.measured:
             choice = Choice(variant, own.row.config, answer.row, answer)
-            return packed_schedule.of_backward(problem, answer.row.key.kernel, choice, self.gpu)
+            choice = packed_schedule.of_backward(problem, answer.row.key.kernel, choice, self.gpu)
+            return query_parts_schedule.with_parts(problem, choice, self.gpu)
         by_schedule = forward_schedule.covers(variant) and not problem.extent.ragged
         by_work = not problem.mask.measured and answer.row.warp_specialized
         if not by_schedule and not by_work:
             choice = Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
-            return fused_schedule.of_dense(problem, choice, self.gpu)
+            choice = fused_schedule.of_dense(problem, choice, self.gpu)
+            return query_parts_schedule.with_parts(problem, choice, self.gpu)
         rows = {id(one.row): one for one in self._of_all_lengths(answer)}
         served, *able = (one.row for one in rows.values())
         if by_schedule:
@@ -398,32 +393,12 @@ def choose_in_order(chooser: Chooser) -> Choice | None:
     return in_order.instead_of(chooser.problem, free, chooser.gpu)
 
 
-def choose_few_split(chooser: Chooser, fused: Mapping[str, Choice]) -> dict[str, Choice] | None:
-    """The choices of both split kernels, each by a row, which run at a time in place of the fused kernel; None: that serves."""
-    problem = chooser.problem
-    if not few_split_schedule.covers(problem, fused) or not few_split_schedule.may_fit(problem, chooser.gpu):
-        return None
-    refused = (problem.specialization, chooser.gpu.name) in FEW_SPLIT_REFUSED
-    if refused or not all(chooser.ladder(kernel) for kernel in STRATEGIES[SPLIT]):
-        return None
-    _, kinds = chooser.strategy(True)
-    split = {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[SPLIT]}
-    if not few_split_schedule.pays(problem, fused, split, chooser.gpu):
-        return None
-    return {**split, overlapped.DQ: replace(split[overlapped.DQ], order=overlapped.DQ_AT_ONCE)}
-
-
-def choose_backward(
-    chooser: Chooser, deterministic: bool, in_order: bool = True, few_split: bool = True
-) -> tuple[str, dict[str, Choice]]:
-    """Strategy of a backward, and the choice for each of its kernels. ``in_order``: a deterministic one may be fused;
-    ``few_split``: one of few tiles may be by split kernels in place of the fused one."""
+def choose_backward(chooser: Chooser, deterministic: bool, in_order: bool = True) -> tuple[str, dict[str, Choice]]:
+    """Strategy of a backward, and the choice for each of its kernels. ``in_order``: a deterministic one may be fused."""
     if deterministic and in_order and (found := choose_in_order(chooser)) is not None:
         return FUSED, {ordered.KERNEL: found}
     strategy, kinds = chooser.strategy(deterministic)
     choices = {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[strategy]}
-    if few_split and not deterministic and (split := choose_few_split(chooser, choices)) is not None:
-        return SPLIT, split
     return strategy, split_backward_schedule.with_early_start(chooser.problem, choices, chooser.gpu)
 
 

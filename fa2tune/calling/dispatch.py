@@ -23,7 +23,6 @@ from fa2tune.calling.empty import NoKeys
 from fa2tune.calling.kinds import PORTABLE_ROWS
 from fa2tune.calling.refusals import cannot_be_had, is_refusal, without_frames
 from fa2tune.calling.saved import check_saved, of_offsets
-from fa2tune.calling.schedules import few_split_schedule
 from fa2tune.calling.settings import CAPTURE_MISS, RAISE, TAKE_DEFAULT
 from fa2tune.compiling import binaries
 from fa2tune.compiling.choice import Choice
@@ -154,25 +153,20 @@ def _backward_plan(
     chooser: Chooser, deterministic: bool, make: Callable[[str, Mapping[str, Choice]], Made], own: bool = False
 ) -> Made:
     """``_plan`` of a whole backward. A deterministic fused one that does not compile or load here, or that there is nothing to
-    compile with, gives way to the split one: no other fused kernel is deterministic. So do split kernels of few tiles to the
-    fused one. ``own``: with the rows' own configs."""
-    strategy, choices = choose_backward(chooser, deterministic, few_split=not own)
-    few_split = few_split_schedule.chosen(choices)
-    instead = FUSED if few_split else SPLIT if deterministic and strategy == FUSED else ""
-    if instead:
+    compile with, gives way to the split one: no other fused kernel is deterministic. ``own``: with the rows' own configs."""
+    strategy, choices = choose_backward(chooser, deterministic)
+    if deterministic and strategy == FUSED:
         try:
             plan = make(strategy, choices)
         except Exception as error:
             if not cannot_be_had(error):
                 raise
-            if few_split:
-                choosing.FEW_SPLIT_REFUSED.add((chooser.problem.specialization, chooser.gpu.name))
-            what = "a deterministic backward" if deterministic else "a backward of few tiles"
-            warn_once(f"the first choice for {what} failed on {chooser.gpu.name} ({error}); next: {instead}")
+            why = f"the first choice for a deterministic backward failed on {chooser.gpu.name} ({error}); next: {SPLIT}"
+            warn_once(why)
         else:
             SERVED.update(forward_plans.steps(plan, choices))
             return plan
-        strategy, choices = choose_backward(chooser, deterministic, in_order=False, few_split=False)
+        strategy, choices = choose_backward(chooser, deterministic, in_order=False)
     return _plan(chooser, _of_rows(choices) if own else choices, partial(make, strategy))
 
 

@@ -15,7 +15,6 @@ from fa2tune.calling.schedules import (
     split_backward_schedule,
     stored_ds_schedule,
 )
-from fa2tune.calling.schedules.few_split_schedule import FORM as FEW_SPLIT_FORM
 from fa2tune.calling.schedules.fused_schedule import IN_ORDER_FORM
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
@@ -25,7 +24,7 @@ from fa2tune.rows.describe import PASSES
 from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, Row, over_portable
 from fa2tune.spec.key import BANDED_FAMILY, RAGGED_FAMILY, TuningKey
 from fa2tune.spec.mask import FULL, Mask
-from fa2tune.spec.problem import BACKWARD, SPLIT, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Problem
+from fa2tune.spec.problem import BACKWARD, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 #: How a kernel is served, best first. "tuned": by a row measured on this GPU for this problem, fresh; "estimated": by a config
@@ -60,7 +59,9 @@ class Served:
     scheduled: Row | None = None  #: row of another length whose config suits this batch, heads and lengths better
     mask: Mask = FULL  #: the call's
     unmeasured: str = ""  #: what of the call no row was measured with: "a window"
-    parts: int = 1  #: that a key head's query heads are split into, each a program's: few key heads leave programs idle
+    #: that a key head's query heads, or ungrouped ones' query blocks, are split into, each a program's: few tiles leave
+    #: programs idle
+    parts: int = 1
     #: tensors that TMA cannot address and that are copied before, which is expected to be faster
     copied: tuple[str, ...] = ()
     filled_in: int = 0  #: first queries of a head that see no key and are not computed, which is expected to be faster
@@ -145,8 +146,6 @@ class Served:
         """What runs, in a few words: "fused warp_specialized", or "fwd_split, fwd_combine"."""
         if self._replaced:
             return ", ".join(self.runs or ())
-        if self.form == FEW_SPLIT_FORM:
-            return f"{SPLIT} {', '.join(dict.fromkeys(self.config.values()))}"
         return self.row.filed_as if self.row else "default"
 
     @property
@@ -163,9 +162,7 @@ class Served:
             what = "dS in memory"
         if self.form == IN_ORDER_FORM:
             return f"{what}; calls in any order: {self._of_row}"
-        with_config = (
-            "each with its row's config" if self.form == FEW_SPLIT_FORM else "with a config of the schedule model"
-        )
+        with_config = "with a config of the schedule model"
         if self.row is None:
             return f"{what}, {with_config}; otherwise the default config"
         gain = "" if self.row.gain is None else f", {self.row.gain:.2f} x portable default"
@@ -239,8 +236,6 @@ class Explanation:
         if self.status == TUNED:
             fresh = "without Triton" if self.triton == NO_TRITON else f"for Triton {self.triton}"
             return f"Tuned: every kernel of this call has a row measured on {self.gpu.name}, fresh {fresh}."
-        if self.status == ESTIMATED and worst[0].form == FEW_SPLIT_FORM:
-            return f"Estimated: {names} runs {worst[0].by}, each kernel with its row's config."
         if self.status == ESTIMATED:  # the forward alone
             return f"Estimated: {names} runs {worst[0].by}, with a config of the schedule model that no row has."
         if self.status == STALE:
@@ -323,6 +318,12 @@ class Explanation:
         return f"<fa2tune.explain on {self.gpu.name}: status={self.status!r}, {kernels}>"
 
     @property
+    def _what_is_split(self) -> str:
+        if self.problem.group == 1:
+            return "the query blocks of each key tile are"
+        return f"each group of {self.problem.group} query heads is"
+
+    @property
     def about_launch(self) -> str:
         """What runs beside the kernels, for these heads, lengths and strides, in a sentence each; "" if nothing."""
         said = []
@@ -334,8 +335,7 @@ class Explanation:
                 f"The first {rows} queries see no key: filled in by the {passes_of}, which is expected to be faster."
             )
         said += [
-            f"{one.kernel}: each group of {self.problem.group} query heads is split into {one.parts} parts, whose dK and dV "
-            "are summed after."
+            f"{one.kernel}: {self._what_is_split} split into {one.parts} parts, whose dK and dV are summed after."
             for one in self.kernels
             if one.parts > 1
         ]

@@ -18,7 +18,6 @@ from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.explanation import Explanation, Served
 from fa2tune.calling.kinds import Kind
 from fa2tune.calling.schedules import (
-    few_split_schedule,
     fused_schedule,
     group_parts_schedule,
     split_backward_schedule,
@@ -68,16 +67,15 @@ def _key(chooser: Chooser, kernel: str, answer: lookup.Answer | None) -> TuningK
 def _served_backward(chooser: Chooser, deterministic: bool, first: bool = True) -> list[Served]:
     """The whole backward, and the kernels of its strategy. ``first``: ``choose_backward``'s first choice, else what a call
     takes where that cannot be had."""
-    strategy, choices = choose_backward(chooser, deterministic, first, first)
+    strategy, choices = choose_backward(chooser, deterministic, first)
     split = deterministic and strategy == SPLIT  # a fused one in a fixed order has the row of any call
-    few_split = few_split_schedule.chosen(choices)
     (answer, refused), problem = chooser.find_backward(split), chooser.problem
     key = _key(chooser, BACKWARD, answer)
     whole = Served(
         key, answer.row.config if answer else {}, answer, refused,
         nearest=_nearest(chooser, BACKWARD), mask=problem.mask, unmeasured=unmeasured(problem, key.family),
     )  # fmt: skip
-    _, kinds = chooser.strategy(split or few_split)
+    _, kinds = chooser.strategy(split)
     divided = backward_plans.division(problem, choices, chooser.gpu)
     one, refused_one = backward_plans.whole(problem, choices, divided, chooser.gpu)
     if one is not None:
@@ -85,11 +83,8 @@ def _served_backward(chooser: Chooser, deterministic: bool, first: bool = True) 
         if whole.runs is not None:
             return [whole]
     found = [_served(chooser, kernel, kinds.get(kernel), choices[kernel]) for kernel in STRATEGIES[strategy]]
-    if ((deterministic and strategy == FUSED) or few_split) and any(one.lacking for one in found):
+    if deterministic and strategy == FUSED and any(one.lacking for one in found):
         return _served_backward(chooser, deterministic, first=False)  # as a call does
-    if few_split:
-        runs = {kernel: implementation_of(choice.config) for kernel, choice in choices.items()}
-        whole = replace(whole, form=few_split_schedule.FORM, config=runs, otherwise=whole.config)
     if any(one.form == fused_schedule.IN_ORDER_FORM for one in found):
         whole = replace(whole, form=fused_schedule.IN_ORDER_FORM)
     order = divided.order
@@ -146,7 +141,7 @@ def _served(chooser: Chooser, kernel: str, kind: Kind | None = None, choice: Cho
     parts = group_parts_schedule.parts_of(problem, kernel, choice, gpu)
     needed = [(*one, problem) for one in passes.runs(kernel, problem.specialization, choice, gpu.arch)]
     if parts > 1:
-        needed += group_parts.needed(problem, gpu.arch)
+        needed += group_parts.needed(problem, choice.config, gpu.arch)
     found, unsplit, refused_tiles = _Runs(needed, gpu, choice.triton), "", None
     split, otherwise = None, in_row if choice.estimated else None
     if kernel == "fwd":

@@ -29,8 +29,6 @@ class Choice:
     few_tiles: bool = False
     #: the row's own config, where ``config`` is another form of it that suits this call's batch, heads and lengths better
     otherwise: Config | None = None
-    #: of dQ's kernel, where both split kernels serve in place of the fused one: in which order both run at a time
-    order: str = ""
 
     @property
     def of_row(self) -> Choice:

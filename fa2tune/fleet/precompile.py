@@ -29,6 +29,7 @@ from fa2tune.calling.schedules import (
     packed_grouped_schedule,
     packed_schedule,
     packed_splits_schedule,
+    query_parts_schedule,
     split_backward_schedule,
     stored_ds_schedule,
     turns_schedule,
@@ -150,7 +151,7 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
         return
     others = [*turns_schedule.forms(problem, own, arch)]
     others += [*packed_schedule.forms(problem, own), *fused_schedule.all_forms(problem, own, arch)]
-    others += split_backward_schedule.forms(problem, own)
+    others += [*query_parts_schedule.forms(problem, own, arch), *split_backward_schedule.forms(problem, own)]
     for other in others:
         yield from ((*one, problem) for one in runs(kernel, spec, replace(choice, config=other), arch))
     if kernel in group_parts.MAKE_DK_DV and group_parts.can(problem, arch):

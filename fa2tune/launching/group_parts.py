@@ -1,5 +1,6 @@
 """A backward whose query groups are split into parts, each of which the kernels that make dK and dV take for a key head of its
-own: more programs where there are few key heads.
+own: more programs where there are few key heads. Of ungrouped heads the fused Hopper kernel has another form for the same
+(QUERY_PARTS), whose parts are of a key tile's query blocks.
 
 K and V are written once per part before (role bwd_spread), unless there is one key head. The parts' dK and dV, in the call's
 dtype, are summed in float32 in a fixed order after (role bwd_gather). The kernels themselves see a
@@ -24,6 +25,8 @@ from fa2tune.spec.variant import Variant, Workspaces
 
 #: Kernels that make dK and dV, all query heads of a key head in one program.
 MAKE_DK_DV = ("bwd_dkdv", "bwd_fused")
+#: Numbers of parts of query blocks.
+QUERY_COUNTS = (2, 3, 4, 6, 8)
 #: Their tensors that are workspaces where groups are split, by the names of these.
 PARTS_OF = {name: f"{name}_parts" for name in ("k", "v", "dk", "dv")}
 
@@ -42,13 +45,14 @@ class Bound:
 
 def allowed(problem: Problem) -> tuple[int, ...]:
     """Numbers of parts that a group can be split into: its divisors, as long as no kernel needs other strides for it."""
-    widest = max(problem.head_dim, problem.head_dim_v)
-
-    def narrow(parts: int) -> bool:
-        return problem.wide or problem.heads_kv * parts * problem.seqlen_k * widest < 1 << 31
-
     group = problem.group
-    return tuple(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or narrow(n)))
+    return tuple(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or _addressed(problem, n)))
+
+
+def _addressed(problem: Problem, parts: int) -> bool:
+    """Whether the kernels' offsets reach all parts of a head dim's rows."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return problem.wide or problem.heads_kv * parts * problem.seqlen_k * widest < 1 << 31
 
 
 def counts(problem: Problem, arch: int) -> tuple[int, ...]:
@@ -57,12 +61,26 @@ def counts(problem: Problem, arch: int) -> tuple[int, ...]:
     return found if len(found) == 1 or can(problem, arch) else (1,)
 
 
-def checked(problem: Problem, kernel: str, parts: int) -> int:
-    """ValueError: a group cannot be split like that."""
+def checked(problem: Problem, kernel: str, parts: int, config: Config, arch: int) -> int:
+    """ValueError: a group, or query blocks, cannot be split like that."""
     fitting = allowed(problem) if kernel in MAKE_DK_DV else (1,)
+    if of_queries(config):
+        fitting = query_counts(problem, arch)
     if parts not in fitting:
-        raise ValueError(f"parts: got {parts} for {kernel}, allowed are {', '.join(map(str, fitting))}")
+        raise ValueError(f"parts: got {parts} for {kernel}, allowed are {', '.join(map(str, fitting)) or 'none'}")
     return parts
+
+
+def of_queries(config: Config) -> bool:
+    """Whether a kernel's parts are of query blocks, not of groups."""
+    return bool(config.get("QUERY_PARTS"))
+
+
+def query_counts(problem: Problem, arch: int) -> tuple[int, ...]:
+    """Numbers of parts that query blocks can be split into: none, of grouped heads or where no kernel adds parts up."""
+    if problem.group != 1 or not can(problem, arch, (BWD_GATHER,)):
+        return ()
+    return tuple(n for n in QUERY_COUNTS if _addressed(problem, n))
 
 
 def split(problem: Problem, parts: int) -> Problem:
@@ -88,21 +106,22 @@ def copies(problem: Problem) -> bool:
     return problem.heads_kv > 1
 
 
-def workspaces(problem: Problem, parts: int) -> Workspaces:
+def workspaces(problem: Problem, parts: int, config: Config) -> Workspaces:
     """Memory for the parts."""
     if parts == 1:
         return {}
-    names = PARTS_OF if copies(problem) else ("dk", "dv")
+    names = PARTS_OF if copies(problem) and not of_queries(config) else ("dk", "dv")
     return {PARTS_OF[name]: (sizes_of(split(problem, parts), name), "") for name in names}
 
 
-def _strides(problem: Problem, given: Strides, copied: bool) -> Strides:
-    """Under the names of the tensors in whose place the parts are; ``problem``: split."""
+def _strides(problem: Problem, given: Strides, copied: bool, queries: bool) -> Strides:
+    """Under the names of the tensors in whose place the parts are; ``problem``: split; ``queries``: all parts of a key head
+    read its own K and V."""
     found = dict(given)
     for name in PARTS_OF:
         if copied or name in ("dk", "dv"):
             found[name] = dense_strides(problem, name)
-        else:
+        elif not queries:
             found[name] = given[name][0], 0, given[name][2]
     return found
 
@@ -137,9 +156,9 @@ def helpers(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]
     return [_helper(role, problem, arch) for role in (BWD_SPREAD, BWD_GATHER)]
 
 
-def needed(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
-    """Those of ``helpers`` that run where groups are split."""
-    return helpers(problem, arch)[0 if copies(problem) else 1 :]
+def needed(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """Those of ``helpers`` that run where a kernel's groups, or query blocks, are split."""
+    return helpers(problem, arch)[0 if copies(problem) and not of_queries(config) else 1 :]
 
 
 def launches(problem: Problem, parts: int, kernels: KernelSequence, given: Strides, arch: int) -> Iterator[Bound]:
@@ -149,11 +168,14 @@ def launches(problem: Problem, parts: int, kernels: KernelSequence, given: Strid
         for variant, config in kernels:
             yield Bound(variant, config, problem, given, {})
         return
-    ours, copied = split(problem, parts), copies(problem)
-    (spread, its_config, plain), after = helpers(problem, arch)
+    queries = any(of_queries(config) for _, config in kernels)
+    ours, copied = split(problem, parts), copies(problem) and not queries
+    # of so many key heads the kernel's blocks of K and V are those of the first ones alone
+    scalars = {"group": parts} if queries else {}
     if copied:
+        spread, its_config, plain = _helper(BWD_SPREAD, problem, arch)
         yield Bound(spread, its_config, split(plain, parts), given, {})
     renamed = {name: own for name, own in PARTS_OF.items() if copied or name in ("dk", "dv")}
     for variant, config in kernels:
-        yield Bound(variant, config, ours, _strides(ours, given, copied), renamed)
-    yield Bound(*after, given, {})
+        yield Bound(variant, config, ours, _strides(ours, given, copied, queries), renamed, scalars)
+    yield Bound(*gather(problem, arch), given, {})

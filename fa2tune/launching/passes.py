@@ -214,14 +214,14 @@ class Kernels:
             if kernel == ACCUMULATES_DQ and not tuned.before:
                 self.casts = given["dq"]
             keys = dq_parts.checked(problem, tuned, parts.get(kernel, 1), arch) if kernel == overlapped.DQ else 1
-            count = group_parts.checked(problem, kernel, 1 if keys > 1 else parts.get(kernel, 1))
+            count = group_parts.checked(problem, kernel, 1 if keys > 1 else parts.get(kernel, 1), config, arch)
             posed = group_parts.split(problem, count)
             all_kernels = runs(kernel, problem.specialization, choice, arch)
             kernels, queue = ordered_before(problem, all_kernels, given)
             at_a_time = bool(order) and kernel == overlapped.DQ
             if at_a_time:
                 queue = {overlapped.ORDER_AGAIN: queue[ORDER]} if queue else {}
-            asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(problem, count)}
+            asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(problem, count, config)}
             if at_a_time:
                 asked |= overlapped.workspaces(problem, asked)
             asked |= dq_parts.workspaces(problem, keys)

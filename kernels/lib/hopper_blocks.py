@@ -24,6 +24,15 @@ def query_blocks(
 
 
 @gluon.jit
+def blocks_of_part(part, parts, first, full, end):
+    """(first, full, end) of one of so many parts of such blocks, which are not rotated."""
+    each = gl.cdiv(end - first, parts)
+    begin = gl.minimum(first + part * each, end)
+    stop = gl.minimum(begin + each, end)
+    return begin, gl.minimum(gl.maximum(full, begin), stop), stop
+
+
+@gluon.jit
 def block_at(j, first, end, rotation, LEFT_BOUNDED: gl.constexpr):
     """The query block of place j of [first, end). Of a mask bounded on the left those behind the full ones come first: all that
     are masked come one after the other, and one loop holds them."""

@@ -32,7 +32,15 @@ from fa2tune.kernels.lib.hopper_fused import (
     started_scores,
 )
 from fa2tune.kernels.lib.hopper_packed import store_packed
-from fa2tune.kernels.lib.hopper_tiles import first_number, laps_behind, laps_of, next_tile, received_number
+from fa2tune.kernels.lib.hopper_tiles import (
+    first_number,
+    first_query_head,
+    laps_behind,
+    laps_of,
+    next_tile,
+    query_heads,
+    received_number,
+)
 
 
 @gluon.jit
@@ -129,7 +137,7 @@ def consume_concatenated(words, dk, dv, smem, barriers, channel, tiles_done, cal
             offset = seqlen_k - tile.queries
         if tile.alive:
             n_blocks = tile.end - tile.first
-            total = call.group * n_blocks
+            total = query_heads(call, form) * n_blocks
             dk_acc = gl.zeros([BLOCK_N, form.BLOCK_D], gl.float32, d_layout)
             dv_acc = gl.zeros([BLOCK_N, form.BLOCK_D], gl.float32, d_layout)
             k_stage = filled % form.K_STAGES
@@ -138,10 +146,10 @@ def consume_concatenated(words, dk, dv, smem, barriers, channel, tiles_done, cal
             # dK and dV of the tile before have left: what staged them is wanted again
             tma_store_wait(0)
             thread_barrier()
-            for g in range(call.group):  # every query head that reads this key head
+            for g in range(query_heads(call, form)):  # every query head that reads this key head
                 turns = Turns(base + g * n_blocks - tile.first, base, base + total)
-                head = Head(tile.h_kv * call.group + g, tile.start_n, offset, seqlen_k)
-                of_all = tile.b * call.heads_q + tile.h_kv * call.group + g
+                head = Head(first_query_head(tile.h_kv, call, form) + g, tile.start_n, offset, seqlen_k)
+                of_all = tile.b * call.heads_q + first_query_head(tile.h_kv, call, form) + g
                 first_word = of_all.to(gl.int64) * call.rows_padded * form.BLOCK_D
                 if form.RAGGED:
                     first_word += tile.own_row.to(gl.int64) * form.BLOCK_D

@@ -24,7 +24,15 @@ from fa2tune.kernels.lib.hopper_fused import (
     PIECE_READY,
     do_once,
 )
-from fa2tune.kernels.lib.hopper_tiles import first_number, laps_behind, laps_of, next_tile, received_number
+from fa2tune.kernels.lib.hopper_tiles import (
+    first_number,
+    first_query_head,
+    laps_behind,
+    laps_of,
+    next_tile,
+    query_heads,
+    received_number,
+)
 from fa2tune.kernels.lib.warps import WARP
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
@@ -238,13 +246,13 @@ def add(sums, counts, smem, channel, tiles_done, call, form):
                 laps = laps_behind(lap, tile)
             if form.ADDS:
                 n_blocks = tile.end - tile.first
-                total = gl.where(tile.alive, call.group * n_blocks, 0)
+                total = gl.where(tile.alive, query_heads(call, form) * n_blocks, 0)
                 number = tile.start_n // BLOCK_N
                 if form.IN_ORDER:
                     first_of_above = _first_of_above(tile, call, form)
                     seen = _look_at(0, total, n_blocks, first_of_above, number + 2, counts, tile, call, form)
                 for i in range(total):
-                    h = tile.h_kv * call.group + i // n_blocks
+                    h = first_query_head(tile.h_kv, call, form) + i // n_blocks
                     place = tile.first + i % n_blocks
                     block = block_at(place, tile.first, tile.end, tile.rotation, form.LEFT_BOUNDED)
                     row = block * form.BLOCK_M + tile.own_row

@@ -15,10 +15,10 @@ from fa2tune.kernels.lib.hopper import (
     tma_load,
     warpgroup_mma,
 )
-from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
+from fa2tune.kernels.lib.hopper_blocks import block_at, blocks_of_part, query_blocks
 from fa2tune.kernels.lib.hopper_packed import send_place
 from fa2tune.kernels.lib.hopper_parts import expect_both, expect_tiles, load_parts, product_layout
-from fa2tune.kernels.lib.hopper_tiles import first_number, laps_of, take, work
+from fa2tune.kernels.lib.hopper_tiles import first_number, first_query_head, key_head, laps_of, query_heads, take, work
 from fa2tune.kernels.lib.warps import WARP
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 from fa2tune.spec.variant import WARP_THREADS, WARPGROUP_THREADS
@@ -72,6 +72,7 @@ class Form(NamedTuple):
     RAGGED: gl.constexpr
     IN_ORDER: gl.constexpr  #: key tiles add to a block's dQ in turns
     LONGER_FIRST: gl.constexpr  #: packed sequences of more queries come first
+    QUERY_PARTS: gl.constexpr  #: a tile's query blocks are those of one of ``group`` parts of all
     QUERY_BLOCKS: gl.constexpr
     HIDE_QUERIES: gl.constexpr
     LEFT_BOUNDED: gl.constexpr
@@ -268,6 +269,8 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
             first, _full, end, rotation = query_blocks(
                 start_n, queries, keys, call.window, form.BLOCK_M, BLOCK_N, form.QUERY_BLOCKS, form.LEFT_BOUNDED
             )
+            if form.QUERY_PARTS:
+                first, _full, end = blocks_of_part(h_kv % call.group, call.group, first, _full, end)
             # coordinates of descriptors that end where the sequence ends; own_row: from those to rows of the terms
             b = first_q + queries
             k_entry = first_k + keys
@@ -284,10 +287,10 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
             of_lse = b
             entries = call.batch
         n_blocks = end - first
-        total = gl.where(alive, call.group * n_blocks, 0)
+        total = gl.where(alive, query_heads(call, form) * n_blocks, 0)
         for i in range(total):
             turn = base + i
-            h = h_kv * call.group + i // n_blocks
+            h = first_query_head(h_kv, call, form) + i // n_blocks
             row = block_at(first + i % n_blocks, first, end, rotation, form.LEFT_BOUNDED) * form.BLOCK_M + q_shift
             stage = turn % form.STAGES
             if form.BESIDE:
@@ -322,13 +325,29 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
                 mbarrier.wait(barriers.k_empty.index(k_stage), ((filled // form.K_STAGES) & 1) ^ 1)
                 expect_tiles(k, ready, form.PARTS)
                 for c in gl.static_range(form.PARTS):
-                    load_parts(k, k_entry, h_kv, start_n + c * form.TILE_ROWS, ready, smem.k, k_stage * form.PARTS + c)
+                    load_parts(
+                        k,
+                        k_entry,
+                        key_head(h_kv, call, form),
+                        start_n + c * form.TILE_ROWS,
+                        ready,
+                        smem.k,
+                        k_stage * form.PARTS + c,
+                    )
                 if form.K_STAGES > 1:
                     if filled > 0:
                         named_barrier_sync(V_EMPTY, GROUPS_AND_WARP)
                 expect_tiles(v, barriers.v_ready, form.PARTS)
                 for c in gl.static_range(form.PARTS):
-                    load_parts(v, k_entry, h_kv, start_n + c * form.TILE_ROWS, barriers.v_ready, smem.v, c)
+                    load_parts(
+                        v,
+                        k_entry,
+                        key_head(h_kv, call, form),
+                        start_n + c * form.TILE_ROWS,
+                        barriers.v_ready,
+                        smem.v,
+                        c,
+                    )
             expect_both(do, (terms,), barriers.do_ready.index(stage))
             load_parts(do, b, h, row, barriers.do_ready.index(stage), smem.do, stage)
             if form.EARLY_START:

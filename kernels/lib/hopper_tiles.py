@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import mbarrier
-from fa2tune.kernels.lib.hopper_blocks import query_blocks
+from fa2tune.kernels.lib.hopper_blocks import blocks_of_part, query_blocks
 from fa2tune.kernels.lib.hopper_packed import received_work
 from fa2tune.kernels.lib.warps import WARP
 from fa2tune.search_spaces.sm90 import bwd_fused as space
@@ -20,7 +20,7 @@ class Tile(NamedTuple):
 
     alive: gl.tensor  #: whether there is one
     b: gl.tensor
-    h_kv: gl.tensor
+    h_kv: gl.tensor  #: QUERY_PARTS: a part of it
     start_n: gl.tensor  #: first key in its sequence
     first: gl.tensor
     full: gl.tensor
@@ -31,6 +31,33 @@ class Tile(NamedTuple):
     first_k: gl.tensor  #: row of k where the sequence starts
     own_row: gl.tensor  #: and of the workspaces
     sequence: gl.tensor  #: its number; of packed ones only where a score term wants it
+
+
+@gluon.jit
+def key_head(h_kv, call, form):
+    """The key head of a tile, whose ``h_kv`` counts parts with QUERY_PARTS."""
+    head = h_kv
+    if form.QUERY_PARTS:
+        head = h_kv // call.group
+    return head
+
+
+@gluon.jit
+def first_query_head(h_kv, call, form):
+    """Of those of a tile's key head."""
+    if form.QUERY_PARTS:
+        return h_kv // call.group
+    else:
+        return h_kv * call.group
+
+
+@gluon.jit
+def query_heads(call, form):
+    """How many a key head has. QUERY_PARTS: one, and ``group`` counts parts."""
+    if form.QUERY_PARTS:
+        return 1
+    else:
+        return call.group
 
 
 @gluon.jit
@@ -114,6 +141,8 @@ def work(lap, taken, call, form):
     first, full, end, rotation = query_blocks(
         start_n, call.seqlen_q, call.seqlen_k, call.window, form.BLOCK_M, BLOCK_N, form.QUERY_BLOCKS, form.LEFT_BOUNDED
     )
+    if form.QUERY_PARTS:
+        first, full, end = blocks_of_part(head % call.group, call.group, first, full, end)
     return alive, head // call.heads_kv, head % call.heads_kv, start_n, first, full, end, rotation
 
 
@@ -157,6 +186,8 @@ def next_tile(lap, taken, channel, call, WARPS: gl.constexpr, form):
         alive, h_kv, start_n, queries, keys, first_k, own_row, sequence, first, full, end, rotation = received_work(
             lap, channel, call.window, WARPS, form
         )
+        if form.QUERY_PARTS:
+            first, full, end = blocks_of_part(h_kv % call.group, call.group, first, full, end)
         return Tile(alive, 0, h_kv, start_n, first, full, end, rotation, queries, keys, first_k, own_row, sequence)
     else:
         alive, b, h_kv, start_n, first, full, end, rotation = work(lap, taken, call, form)

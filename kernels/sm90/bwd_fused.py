@@ -64,10 +64,12 @@ from fa2tune.kernels.lib.hopper_parts import (
 )
 from fa2tune.kernels.lib.hopper_tiles import (
     first_number,
+    first_query_head,
     laps_behind,
     laps_of,
     make_tile_channel,
     next_tile,
+    query_heads,
     received_number,
 )
 from fa2tune.search_spaces.sm90 import bwd_fused as space
@@ -220,7 +222,7 @@ def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CON
         if tile.alive:
             key = tile.start_n + CONSUMER * KEYS
             n_blocks = tile.end - tile.first
-            total = call.group * n_blocks
+            total = query_heads(call, form) * n_blocks
             dk_acc = zeros_for(smem.k, KEYS)
             dv_acc = zeros_for(smem.v, KEYS)
             s = gl.zeros([KEYS, form.BLOCK_M], gl.float32, s_layout)
@@ -231,10 +233,10 @@ def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CON
                 s_next = started_scores(s_next, smem.lse, base % form.STAGES, KEYS, form.BLOCK_M, s_layout, form)
                 s = warpgroup_mma_wait(0, deps=[s_next])
             mbarrier.wait(barriers.v_ready, filled & 1, pred=total > 0)
-            h_dq = tile.h_kv * call.group
+            h_dq = first_query_head(tile.h_kv, call, form)
             row_dq = call.rows_padded
-            for g in range(call.group):  # every query head that reads this key head
-                head = Head(tile.h_kv * call.group + g, key, offset, seqlen_k)
+            for g in range(query_heads(call, form)):  # every query head that reads this key head
+                head = Head(first_query_head(tile.h_kv, call, form) + g, key, offset, seqlen_k)
                 turns = Turns(base + g * n_blocks - tile.first, base, base + total)
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc, s, h_dq, row_dq = _over_queries(
@@ -294,7 +296,7 @@ def bwd_fused_hopper_kernel(
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
     DQ_BEHIND: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, BESIDE: gl.constexpr,
     FINISH_BESIDE: gl.constexpr, EARLY_START: gl.constexpr, IN_ORDER: gl.constexpr, LONGER_FIRST: gl.constexpr,
-    K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    QUERY_PARTS: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D or DV], k, v [B, Hkv, Sk, D or DV] by descriptors, D <= BLOCK_D; columns behind PART_D or
     PART_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dv_rest; terms [2 B, Hq,
@@ -309,7 +311,8 @@ def bwd_fused_hopper_kernel(
     behind it; before a thread reads terms or the counter, or adds to the workspace, it waits for the end of the kernel
     before. IN_ORDER: the key tiles of a head add to a block of dQ one after the other, the last keys first, so sums have the
     same bits on every run. Behind counter[0] lies a turn for each 64 rows, [B, Hq, rows_padded / 64] int32: 0, then one more
-    than the number of the key tile that has added last.
+    than the number of the key tile that has added last. QUERY_PARTS: each key head has one query head, whose blocks are in
+    ``group`` parts; dk, dv [B, Hkv * group, Sk, D or DV] are those of each part, which are to be added up.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on;
     rows of terms and sums are those of kernels/lib/hopper_packed.py. Keys behind the last sequence: dk = dv = 0.
@@ -317,6 +320,8 @@ def bwd_fused_hopper_kernel(
     tiles waits for the kernel before, which writes it."""
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
+    if QUERY_PARTS:
+        heads_kv = heads_q * group
     window = (window_left, window_right)
     CONCATENATED: gl.constexpr = TILE_ROWS == BLOCK_N
     PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
@@ -369,7 +374,7 @@ def bwd_fused_hopper_kernel(
         DS_STAGES=DS_STAGES, OUT_STAGES=OUT_STAGES, REDUCE=REDUCE, SCORES_AHEAD=SCORES_AHEAD,
         EXPONENTIALS_FIRST=EXPONENTIALS_FIRST, DQ_BEHIND=DQ_BEHIND, PAIRS=PAIRS, DYNAMIC=DYNAMIC, BESIDE=BESIDE,
         EARLY_START=EARLY_START, CONCATENATED=CONCATENATED, ADDS=ADDS, COUNTS=FINISH_BESIDE, SIGNALS=SIGNALS, RAGGED=RAGGED,
-        IN_ORDER=IN_ORDER, LONGER_FIRST=LONGER_FIRST,
+        IN_ORDER=IN_ORDER, LONGER_FIRST=LONGER_FIRST, QUERY_PARTS=QUERY_PARTS,
         QUERY_BLOCKS=QUERY_BLOCKS, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,
         SCORED=SCORED, APPLY=APPLY, GRAD=GRAD,
     )  # fmt: skip

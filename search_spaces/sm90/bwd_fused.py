@@ -184,7 +184,7 @@ PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True}
 #: What tiles that add to dQ in a fixed order need.
 TURNS = {
     "REDUCE": "tma", "ORDER": "together", "PERSISTENT": True, "PAIRS": False, "DYNAMIC": True, "BESIDE": False,
-    "FINISH_BESIDE": False, "EARLY_START": False, "IN_PARTS": False, "V_APART": False,
+    "FINISH_BESIDE": False, "EARLY_START": False, "IN_PARTS": False, "V_APART": False, "QUERY_PARTS": False,
 }  # fmt: skip
 
 
@@ -265,6 +265,9 @@ SPACE = SearchSpace(
         # packed sequences of more queries come first; not searched: calls whose last tiles would end alone have it
         # (fa2tune/calling/schedules/packed_schedule.py)
         "LONGER_FIRST": added(False, older=False),
+        # of ungrouped heads a key tile's query blocks in parts, each a program's; not searched: calls of few tiles have it
+        # (fa2tune/calling/schedules/query_parts_schedule.py)
+        "QUERY_PARTS": added(False, older=False),
         "HEADS_PER_WAVE": (1, 4, 8, 16, 32),
         "IN_PARTS": added(
             False, True, older=False
@@ -412,6 +415,16 @@ SPACE = SearchSpace(
             "the kernel that prepares rows before writes the order of packed tiles; one that overlaps prepares rows in the "
             "order of the sequences",
             lambda config, spec, arch: not config["LONGER_FIRST"] or (spec.ragged and not config["BESIDE"]),
+        ),
+        Constraint(
+            "query_parts_are_of_whole_blocks",
+            "QUERY_PARTS with BESIDE, PAIRS or IN_ORDER, or of a mask bounded on the left",
+            "a part is a run of a tile's query blocks, which a mask bounded on the left rotates; kernels that overlap, and "
+            "turns, count a tile once",
+            lambda config, spec, arch: (
+                not config["QUERY_PARTS"]
+                or not (config["BESIDE"] or config["PAIRS"] or config["IN_ORDER"] or spec.mask_hooks.left)
+            ),
         ),
         PACKED_WITHIN_32_BITS,
         Constraint(

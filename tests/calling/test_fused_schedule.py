@@ -15,7 +15,7 @@ from benchmark_scripts import BENCHMARKS, script
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch, serving
-from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, packed_schedule
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, packed_schedule, query_parts_schedule
 from fa2tune.compiling.choice import BY_FORM, Choice
 from fa2tune.compiling.compiler import CompileError, HostTrouble, NoTritonError
 from fa2tune.fleet import precompile
@@ -44,9 +44,15 @@ def square(batch: int, heads: int, seqlen: int, dim: int, mask: Mask = FULL) -> 
     return Problem("bf16", batch, heads, heads, seqlen, seqlen, dim, dim, mask)
 
 
+@pytest.fixture(autouse=True)
+def whole_query_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As calls had them when they were recorded; their parts: test_query_parts_choice.py."""
+    monkeypatch.setattr(query_parts_schedule, "with_parts", lambda _problem, choice, _gpu: choice)
+
+
 @cache
 def chosen(problem: Problem) -> Choice:
-    return choosing.choose_backward(choosing.Chooser(problem, H200), False, few_split=False)[1]["bwd_fused"]
+    return choosing.choose_backward(choosing.Chooser(problem, H200), False)[1]["bwd_fused"]
 
 
 def late(config: Config) -> Config:
@@ -134,7 +140,7 @@ def drawn_forms() -> dict[str, dict[str, tuple[Problem, Config, int, float]]]:
     for named, raced in record["calls"].items():
         name = named.removeprefix("a ")
         problem = posed(*(calls[name][one] for one in SHAPE))
-        if "bwd_fused" not in choosing.choose_backward(choosing.Chooser(problem, H200), False, few_split=False)[1]:
+        if "bwd_fused" not in choosing.choose_backward(choosing.Chooser(problem, H200), False)[1]:
             continue
         of_row = chosen(problem).of_row
         row = row_then(problem) if of_row.config["V_APART"] else dict(of_row.config)

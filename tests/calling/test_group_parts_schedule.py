@@ -150,7 +150,7 @@ def test_of_many_packed_tiles_they_are_not(call):
 
 
 @pytest.mark.parametrize(
-    "shape", [(8, 32, 8, 4096, 128), (16, 64, 8, 8192, 128), (2, 16, 16, 8192, 128), (1, 1, 1, 512, 64)]
+    "shape", [(8, 32, 8, 4096, 128), (16, 64, 8, 8192, 128), (2, 16, 16, 8192, 128), (4, 32, 32, 512, 64)]
 )
 def test_full_cards_and_equal_head_counts_are_not(shape):
     assert chosen(posed(*shape))[0] == {}
@@ -198,7 +198,7 @@ def test_a_kernel_that_makes_neither_dk_nor_dv_is_not_split():
     found, configs = chosen(asked, deterministic=True)
     assert "bwd_dq" in configs and "bwd_dq" not in found
     with pytest.raises(ValueError, match="parts: got 2 for bwd_dq, allowed are 1"):
-        group_parts.checked(asked, "bwd_dq", 2)
+        group_parts.checked(asked, "bwd_dq", 2, {}, 90)
 
 
 def test_explain_says_so():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from dataclasses import replace
 
 import pytest
+from benchmark_scripts import BENCHMARKS, script
 
 from fa2tune import gpus
 from fa2tune.calling import choosing
@@ -20,6 +23,7 @@ from fa2tune.spec.problem import FUSED, SPLIT, STRATEGIES, Problem
 from fa2tune.spec.score import score_of
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
+PACKED_CHOICES = script("packed_choices")
 H200 = gpus.named("h200")
 #: Where no row is stale: which kernel serves is to be seen here, not which row was measured last.
 NODE = lookup.Toolchain(triton="3.6.0")
@@ -242,8 +246,22 @@ def test_of_short_sequences_nothing_runs_overlapped() -> None:
         tiles = few.extent.tiles(1, rows[1], 128) * heads[1]
         assert choice.variant.programs(few, choice.config, H200.sm_count) == min(tiles, H200.sm_count)
         assert limits.before_compile(choice.variant, few.specialization, choice.config, H200) is None
-    longer = sequences(2, (64, 16), (4845, 4887), 128, CAUSAL, 4096)
-    assert choosing.choose(longer, "bwd_fused", H200, WARP_SPECIALIZED_ROWS, node=NODE).config["BESIDE"]
+
+
+def test_of_most_packed_calls_nothing_runs_overlapped() -> None:
+    """As benchmarks/calls/packed_choices_11.json has it: 0.95 of the time alone in the geometric mean of all its calls. Three
+    that lose 10 to 12 % have query blocks in parts now."""
+    taken, lost = {}, []
+    for name, call in json.loads((BENCHMARKS / "calls/packed_choices_11.json").read_text("utf-8"))["calls"].items():
+        packing, _ = PACKED_CHOICES.packings(PACKED_CHOICES.ALONE)[name]
+        problem, us = PACKED_CHOICES.posed(packing), call["us"]["bwd"]
+        own, alone = us["as the row, chosen"], us.get("alone", us["alone, one band"])
+        found = PACKED_CHOICES.fused_choice(choosing.Chooser(problem, H200, node=NODE))
+        assert found is not None
+        taken[name] = own if found[0].config["BESIDE"] else alone
+        lost.append(taken[name] / min(own, alone))
+    assert len(lost) == 68 and sum(one > 1.05 for one in lost) == 3 and max(lost) < 1.13
+    assert statistics.geometric_mean(lost) < 1.01
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])

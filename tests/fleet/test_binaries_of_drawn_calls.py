@@ -46,7 +46,7 @@ def launched(problem: Problem, deterministic: bool) -> set[precompile.BinaryJob]
     else:
         for kernel, choice in choices.items():
             found += [(*one, problem) for one in runs(kernel, problem.specialization, choice, 90)]
-        found += group_parts.needed(problem, 90) if max(divided.groups.values(), default=1) > 1 else []
+            found += group_parts.needed(problem, choice.config, 90) if divided.groups.get(kernel, 1) > 1 else []
         found += dq_parts.kernels(problem, divided.keys, 90) if divided.keys > 1 else []
     return {
         (variant, posed.specialization, tuple(sorted(compiler.binary_config(variant, config).items())))

@@ -17,8 +17,8 @@ packed_grouped_schedule     forward   the same of packed sequences
 packed_splits_schedule      forward   whether their keys are split; what of both runs (``instead_of``)
 fused_schedule              backward  the fused Hopper kernel: alone or overlapped, half blocks, early start
 split_backward_schedule     backward  dQ's and dK/dV's kernels: at a time or not, keys of dQ in parts, early start
-few_split_schedule          backward  whether those run in place of the fused one, where tiles are few
 group_parts_schedule        backward  into how many parts query groups are split
+query_parts_schedule        backward  whether query blocks of ungrouped heads are in parts
 one_tile_schedule           backward  whether one kernel makes all of it
 stored_ds_schedule          backward  whether dS goes through memory, and in how many slices
 ordered                     backward  whether the fused kernel serves deterministic calls without wgmma

@@ -177,13 +177,14 @@ class FusedForm(NamedTuple):
     heads_per_wave: int
     early_start: bool
     longer_first: bool
+    query_parts: bool
 
 
 def _form(config: Config) -> FusedForm:
     return FusedForm(
         config["BLOCK_M"], config["BESIDE"], config["FINISH_BESIDE"], config["PERSISTENT"], bool(config.get("IN_PARTS")),
         bool(config.get("V_APART")), bool(config.get("NARROW")), config["HEADS_PER_WAVE"], bool(config.get("EARLY_START")),
-        bool(config.get("LONGER_FIRST")),
+        bool(config.get("LONGER_FIRST")), group_parts.of_queries(config),
     )  # fmt: skip
 
 
@@ -220,19 +221,19 @@ def _row_costs(spec: Specialization, in_parts: bool, v_apart: bool, narrow: bool
     )  # fmt: skip
 
 
-def parts_us(problem: Problem, parts: int, gpu: Gpu) -> float:
-    """Of what runs before and after, where groups are in so many parts."""
+def parts_us(problem: Problem, parts: int, gpu: Gpu, queries: bool = False) -> float:
+    """Of what runs before and after, where groups are in so many parts. ``queries``: query blocks are."""
     if parts == 1:
         return 0.0
     dims = problem.head_dim + problem.head_dim_v
     size = problem.batch * problem.heads_kv * parts * problem.seqlen_k * dims * ITEMSIZE[problem.dtype]
     rate = gpu.hbm_gbs * 1e3
-    copied = LAUNCH_US + size / (rate * SPREAD_RATE) if group_parts.copies(problem) else 0.0
+    copied = LAUNCH_US + size / (rate * SPREAD_RATE) if group_parts.copies(problem) and not queries else 0.0
     return copied + LAUNCH_US + max(size / (rate * GATHER_RATE), -(-parts // GATHERED) * GATHER_WAITS_US)
 
 
-def _tile_us(problem: Problem, group: int, form: FusedForm) -> tuple[float, ...]:
-    """Of each tile of a key head."""
+def _tile_us(problem: Problem, group: int, form: FusedForm, parts: int = 1) -> tuple[float, ...]:
+    """Of each tile of a key head, of one of so many parts of its query blocks."""
     spec = problem.specialization
     columns = bwd_fused.columns(spec, {"NARROW": form.narrow})
     block = BLOCK_US[columns, form.rows] * (1 + GROUP_COSTS * math.log2(min(group, MOST_HEADS)))
@@ -241,7 +242,8 @@ def _tile_us(problem: Problem, group: int, form: FusedForm) -> tuple[float, ...]
         block *= 1 - (APART_SAVE if form.v_apart else PARTS_SAVE) * saved
     awaited = group * AWAIT_US if form.overlapped else 0.0
     ends = awaited + TILE_US[columns, form.rows] + (0.0 if form.persistent else ENDS_US)
-    return tuple([group * count * block + ends for count in _blocks_of(problem, form.rows, form.longer_first)])
+    blocks = _blocks_of(problem, form.rows, form.longer_first)
+    return tuple([group * -(-count // parts) * block + ends for count in blocks])
 
 
 def _missed(tiles: int, group: int, heads: int, kept: int, band: int, gpu: Gpu) -> float:
@@ -278,17 +280,18 @@ def _with_memory(busy: float, moved: float, gpu: Gpu) -> float:
 def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bool) -> float:
     """``predicted_us``."""
     sm_count, row = gpu.sm_count, _row_costs(problem.specialization, form.in_parts, form.v_apart, form.narrow)
-    group, heads = problem.group // parts, problem.batch * problem.heads_kv * parts
+    group, heads = max(1, problem.group // parts), problem.batch * problem.heads_kv * parts
     if len(_blocks_of(problem, form.rows)) * heads <= sm_count:  # no program has a second tile
         form = form._replace(persistent=True)
-    costs, fetched = _tile_us(problem, group, form), _fetched(problem, group, heads, row, form, gpu)
+    costs = _tile_us(problem, group, form, parts if form.query_parts else 1)
+    fetched = _fetched(problem, group, heads, row, form, gpu)
     band, tiles = min(form.heads_per_wave, heads), len(costs) * heads
     chunks_of_head = _chunks(problem)
     chunks = problem.batch * problem.heads_q * chunks_of_head
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     if problem.extent.ragged:  # whole chunks of each sequence
         rows = chunks * bwd_fused.CHUNK
-    fixed = CALL_US + LAUNCH_US + END_US + parts_us(problem, parts, gpu)
+    fixed = CALL_US + LAUNCH_US + END_US + parts_us(problem, parts, gpu, form.query_parts)
     others = 132 / sm_count  # what all multiprocessors do together, other GPUs do as much slower
     if rows * row.finished > gpu.l2_bytes:
         others = max(others, RATED_GBS / gpu.hbm_gbs)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from fa2tune.calling.schedules import ampere_turns, fused_schedule, packed_lengths
+from fa2tune.calling.schedules import ampere_turns, fused_schedule, packed_lengths, query_parts_schedule
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
 from fa2tune.compiling.registry import in_any_order
 from fa2tune.gpus import Gpu
@@ -114,7 +114,10 @@ def in_turns(problem: Problem, config: Config, gpu: Gpu, parts: int) -> tuple[in
 
 
 def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) -> int:
-    """Into how many parts this kernel's query groups are best split; 1: they are not."""
+    """Into how many parts this kernel's query groups, or query blocks, are best split; 1: they are not."""
+    config = choice_of(kernel, given).config
+    if group_parts.of_queries(config):
+        return query_parts_schedule.counted(problem, config, gpu)[1]
     if problem.is_empty or problem.group == 1 or kernel not in group_parts.MAKE_DK_DV:
         return 1
     counts = group_parts.counts(problem, gpu.arch)

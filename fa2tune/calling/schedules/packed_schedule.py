@@ -35,7 +35,7 @@ from fa2tune.launching import group_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.search_spaces.sm90 import bwd_fused, fwd
-from fa2tune.spec.mask import FULL
+from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, bucket_of
 from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant
@@ -66,9 +66,11 @@ LONGER_FIRST, LONGER_MARGIN = True, 0.03
 #: Not where the longest sequence is of this bucket or a lower one: most have a tile or two, whose lengths are rounded up to the
 #: same. Of eleven such calls, simulated, eight lost.
 ALIKE = 512
-#: Queries a sequence has on average, or keys that a query sees, below which the backward runs alone on the GPU: what would run
-#: overlapped takes a share of the multiprocessors that such sequences do not give back (docs/experiments/varlen.md).
-SHORT, FEW_KEYS = 1024, 512
+#: The backward runs alone on the GPU, but for causal sequences of one length of up to so many tokens, at least so many on
+#: average, with so many key tiles a multiprocessor and so many query heads a key head. There what runs overlapped saves up to
+#: 7 %; elsewhere tiles wait for rows that the few programs beside them have not prepared. Of 60 raced calls that are alone now,
+#: one loses more than 5 % by it, and the mean takes 0.93 of the time (docs/experiments/packed-backward.md).
+LONGEST_ALIKE, SHORT, MANY_TILES, FEW_HEADS = 2048, 1024, 8, 2
 #: Share of the GPU's memory that float32 sums of dQ may take where most of their rows are padding.
 MOST_MEMORY = 1 / 32
 #: Compute capabilities where dense calls of short sequences have a kernel without these sums (sm90/bwd_one_tile.py).
@@ -237,8 +239,8 @@ def band(problem: Problem, config: Config, gpu: Gpu, us: float) -> int:
     If 15077 tokens are two sequences of 604 and 23 of 603, it takes all heads, and each tile waits for memory."""
     count, keys = problem.extent.given, problem.seqlen_k
     mean = -(-keys // max(1, count))
-    if count < 2 or problem.extent.longest != bucket_of(-(-problem.seqlen_q // count), mean):
-        return 0  # they are not of one length
+    if not _of_one_length(problem):
+        return 0
     columns, wide, longer = config["BLOCK_N"], few_tiles.columns(problem, config), keys % count
     heads = tile_order.heads_in_band(mean * (longer or count), wide)
     block = ITEMSIZE[problem.dtype] * wide * columns  # bytes
@@ -254,11 +256,22 @@ def band(problem: Problem, config: Config, gpu: Gpu, us: float) -> int:
 # ---- the backward
 
 
-def alone(problem: Problem, config: Config) -> bool:
-    """Whether the backward runs alone on the GPU: sequences have few queries on average, or see few keys, or head dims are in
-    parts (two such calls took 0.93 and 0.95 of the time, whatever the lengths)."""
-    few = problem.seqlen_q < SHORT * problem.extent.given or problem.keys_seen < FEW_KEYS
-    return few or bool(config["IN_PARTS"])
+def _of_one_length(problem: Problem) -> bool:
+    """Whether sequences are of one length, as far as the host knows."""
+    count = problem.extent.given
+    return count > 1 and problem.extent.longest == bucket_of(
+        *(-(-n // count) for n in (problem.seqlen_q, problem.seqlen_k))
+    )
+
+
+def alone(problem: Problem, config: Config, gpu: Gpu) -> bool:
+    """Whether the backward runs alone on the GPU, whatever the row has."""
+    if bool(config["IN_PARTS"]) or problem.mask != CAUSAL or problem.group > FEW_HEADS or not _of_one_length(problem):
+        return True
+    if problem.seqlen_q < SHORT * problem.extent.given or problem.extent.longest > LONGEST_ALIKE:
+        return True
+    keys = bwd_fused.GROUPS * bwd_fused.KEYS
+    return problem.heads_kv * problem.seqlen_k < MANY_TILES * gpu.sm_count * keys
 
 
 def _in_use(problem: Problem, heads: int, parts: int) -> int:
@@ -305,7 +318,7 @@ def _by_length(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choic
 
 def _in_bands(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choice:
     """As ``choice`` has it, or alone, or in wider bands."""
-    if choice.config["BESIDE"] and alone(problem, choice.config):
+    if choice.config["BESIDE"] and alone(problem, choice.config, gpu):
         choice = replace(choice, config=apart(choice.config), otherwise=choice.config)
     if (problem.mask == FULL and problem.extent.given == 1) or problem.is_empty:  # all tiles are alike
         return choice

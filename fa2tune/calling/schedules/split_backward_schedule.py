@@ -269,8 +269,6 @@ def _order(dq: Tiles, dkdv: Tiles, fixed: float, delta: float, sm_count: int) ->
 def order_of(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], gpu: Gpu) -> str:
     """Of ``overlapped.ORDERS``, in which both kernels of a backward run at a time; "": one after the other. ``choices``: by
     kernel; ``parts``: of query groups, by kernel, and of dQ's keys."""
-    if DQ in choices and choices[DQ].order:
-        return choices[DQ].order
     if not covers(problem, choices):
         return ""
     count, splits = parts.get(DKDV, 1), parts.get(DQ, 1)
