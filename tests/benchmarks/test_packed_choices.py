@@ -59,7 +59,7 @@ def test_every_candidate_can_run_and_the_choice_is_one_of_them(drawing: int) -> 
                 assert parts == 1 or (pass_ == "bwd" and parts in group_parts.allowed(problem))
 
 
-@pytest.mark.parametrize("drawing", [choices.BEHIND_PEERS, choices.LONGER_FIRST])
+@pytest.mark.parametrize("drawing", [choices.BEHIND_PEERS, choices.LONGER_FIRST, choices.ALONE, choices.QUERY_BLOCKS])
 def test_backwards_are_timed_in_few_forms_with_the_choice_among_them(drawing: int) -> None:
     for packing, _ in choices.packings(drawing).values():
         problem = choices.posed(packing)

@@ -91,7 +91,7 @@ def packed(heads: tuple[int, int], queries: int, sequences: int, longest: int, d
 SHORT_PACKED = (
     packed((2, 2), 15056, 2, 16384, 96, band(8, 0)), packed((1, 1), 11018, 3, 4096, 64, band(224, 0)),
     packed((1, 1), 2134, 33, 512, 64, CAUSAL), packed((1, 1), 14516, 38, 512, 128, CAUSAL),
-    packed((8, 2), 2624, 4, 2048, 96, CAUSAL),
+    packed((8, 2), 1312, 4, 1024, 96, CAUSAL),
 )  # fmt: skip
 LONG_PACKED = packed((16, 16), 9898, 15, 2048, 128, FULL), packed((32, 32), 17702, 2, 16384, 64, CAUSAL)
 

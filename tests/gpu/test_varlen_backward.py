@@ -63,6 +63,11 @@ FORMS = {
     "and finished, from registers": {"BESIDE": True, "FINISH_BESIDE": True, "ORDER": "behind", "REDUCE": "vector"},
     "concatenated, and finished": {**CONCATENATED, "BESIDE": True, "FINISH_BESIDE": True},
 }
+IN_QUERY_PARTS = {
+    "query blocks in parts": {"QUERY_PARTS": True, "EARLY_START": True},
+    "apart, by TMA, query blocks in parts": {**TOGETHER, "REDUCE": "tma", "QUERY_PARTS": True, "EARLY_START": True},
+    "concatenated, query blocks in parts": {**CONCATENATED, "QUERY_PARTS": True, "EARLY_START": True},
+}
 LONGER_FIRST = [form for form in FORMS if "longer first" in form]
 
 
@@ -80,7 +85,12 @@ def configs_of(spec, form):
     for kernel in STRATEGIES[strategy_of(form)]:
         variant = variant_named(f"sm90/{kernel}")
         packed = bwd_fused.PACKED if kernel == "bwd_fused" else {}
-        found[kernel] = {**variant.space.default(spec, 90), **packed, **FORMS.get(form, {})}
+        found[kernel] = {
+            **variant.space.default(spec, 90),
+            **packed,
+            **FORMS.get(form, {}),
+            **IN_QUERY_PARTS.get(form, {}),
+        }
         if variant.space.broken(found[kernel], spec, 90):
             return None
     return found
@@ -135,7 +145,7 @@ def compared(
     packing, mask=CAUSAL, form="default", *, dtype="bf16", heads=(4, 2), dims=(128, 128), poisoned=(1, 0), groups_in=1
 ):
     """``poisoned``: (n, r): the sequences whose number is r modulo n are NaN; n = 1: none is. ``groups_in``: parts of each
-    query group."""
+    query group, or of a tile's query blocks."""
     lengths = PACKINGS[packing]
     every, rest = poisoned
     places = spans(lengths)
@@ -231,6 +241,13 @@ def test_query_groups_in_parts(heads, parts, form):
     compared("unequal", CAUSAL, form, heads=heads, groups_in=parts, poisoned=(3, 0))
     compared("equal", FULL, form, heads=heads, dims=(64, 64), groups_in=parts)
     compared("many", CAUSAL, form, heads=heads, dims=(24, 32), groups_in=parts, poisoned=(3, 0))
+
+
+@pytest.mark.parametrize("form", IN_QUERY_PARTS)
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(("mask", "dim", "parts"), [(CAUSAL, 64, 2), (FULL, 128, 3), (CAUSAL, 128, 8)], ids=str)
+def test_query_blocks_in_parts(packing, form, mask, dim, parts):
+    compared(packing, mask, form, heads=(2, 2), dims=(dim, dim), groups_in=parts, poisoned=(3, 1))
 
 
 def test_few_key_heads_of_long_sequences_are_split_when_called():

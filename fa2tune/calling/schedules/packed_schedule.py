@@ -68,9 +68,14 @@ LONGER_FIRST, LONGER_MARGIN = True, 0.03
 ALIKE = 512
 #: The backward runs alone on the GPU, but for causal sequences of one length of up to so many tokens, at least so many on
 #: average, with so many key tiles a multiprocessor and so many query heads a key head. There what runs overlapped saves up to
-#: 7 %; elsewhere tiles wait for rows that the few programs beside them have not prepared. Of 60 raced calls that are alone now,
-#: one loses more than 5 % by it, and the mean takes 0.93 of the time (docs/experiments/packed-backward.md).
+#: 7 %; elsewhere tiles wait for rows that the few programs beside them have not prepared. 62 raced calls that are alone now take
+#: 0.95 of the time in the mean; of those with whole query blocks two lose more than 2 %, 4 % at worst
+#: (docs/experiments/packed-backward.md).
 LONGEST_ALIKE, SHORT, MANY_TILES, FEW_HEADS = 2048, 1024, 8, 2
+#: Calls of up to so many microseconds have each kernel started early. Longer ones gain nothing at 64 columns; at 128, causal,
+#: three of three took 1.06 to 1.16 of the time, for a reason that is not known, as dense ones gain
+#: (docs/experiments/packed-backward.md).
+EARLY_START_US = 45.0
 #: Share of the GPU's memory that float32 sums of dQ may take where most of their rows are padding.
 MOST_MEMORY = 1 / 32
 #: Compute capabilities where dense calls of short sequences have a kernel without these sums (sm90/bwd_one_tile.py).
@@ -295,7 +300,7 @@ def of_backward(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choi
         return found
     early = replace(found, config=fused_schedule.started_early(found.config), otherwise=found.otherwise or found.config)
     parts = group_parts_schedule.parts_of(problem, kernel, early, gpu)
-    short = fused_schedule.predicted_us(problem, early.config, gpu, parts) <= fused_schedule.EARLY_START_US
+    short = fused_schedule.predicted_us(problem, early.config, gpu, parts) <= EARLY_START_US
     return early if short else found
 
 
