@@ -101,11 +101,11 @@ CASES = [
     Case((53, 203), (64, 64), CAUSAL, (FEW, *FUSED), (4, 2)),
     Case((113, 203), (64, 64), CAUSAL, ("sm90/fwd", "portable/bwd_dq", "sm90/bwd_dkdv"), (4, 2), True),
     Case((113, 203), (32, 32), CAUSAL, ("sm90/fwd", *FUSED), (4, 2)),
-    Case((700, 317), (32, 32), CAUSAL, ("sm90/fwd", *FUSED)),
+    Case((700, 317), (32, 32), CAUSAL, ("sm90/fwd", *FUSED, GATHER)),  # few tiles: query blocks in parts
     Case((113, 203), (16, 16), FULL, (FEW, *FUSED), dtype="fp16"),
     Case((113, 203), (72, 72), FULL, ("sm90/fwd", *SPLIT), deterministic=True),
-    Case((385, 329), (72, 72), CAUSAL, ("sm90/fwd", *AT_A_TIME)),  # few tiles
-    Case((577, 129), (128, 128), FULL, ("sm90/fwd", *AT_A_TIME)),
+    Case((385, 329), (72, 72), CAUSAL, ("sm90/fwd", *FUSED, GATHER)),
+    Case((577, 129), (128, 128), FULL, ("sm90/fwd", *FUSED, GATHER)),
     Case((113, 203), (96, 96), CAUSAL, ("sm90/fwd", *FUSED), dtype="fp16"),
     Case((133, 144), (192, 128), CAUSAL, ("sm90/fwd", *AT_A_TIME)),
     Case((133, 144), (40, 96), CAUSAL, ("sm90/fwd", SPREAD, *FUSED, GATHER), (8, 2)),
