@@ -38,13 +38,6 @@ def forms(problem: Problem, choice: Choice, arch: int) -> list[Config]:
     return [found] if bwd_fused.SPACE.broken(found, problem.specialization, arch) is None else []
 
 
-def least_us(problem: Problem, config: Config, gpu: Gpu) -> float:
-    """Microseconds in as many parts as are expected to be the fastest, of groups or of query blocks."""
-    if group_parts.of_queries(config):
-        return counted(problem, config, gpu)[0]
-    return fused_schedule.least_us(problem, config, gpu)
-
-
 def counted(problem: Problem, config: Config, gpu: Gpu) -> tuple[float, int]:
     """(expected microseconds, parts) of a config with QUERY_PARTS; infinite: there is nothing to add parts up with."""
     found = {
