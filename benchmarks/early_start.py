@@ -110,7 +110,9 @@ def main(
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
-    problems = drawn(records, gpus.named("h200")) or {workloads.described(one): one for one in map(posed, CALLS)}
+    problems = (
+        drawn(records, gpus.named("h200")) if records else {workloads.described(one): one for one in map(posed, CALLS)}
+    )
     problems = dict(list(problems.items())[share])
     if listed:
         for name, problem in problems.items():

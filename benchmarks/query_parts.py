@@ -31,13 +31,13 @@ from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, quer
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
+from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import Problem
 
 KERNEL = dense_backwards.FUSED_KERNEL
 MOST_TILES = 4
-#: Keys of a tile.
-KEYS = 128
+KEYS = bwd_fused.GROUPS * bwd_fused.KEYS
 #: (batch, heads, queries, keys, head dim, mask)
 CALLS = (
     (1, 2, 2144, 2144, 128, CAUSAL), (1, 1, 8192, 8192, 128, CAUSAL), (1, 2, 8192, 8192, 128, CAUSAL),
@@ -128,7 +128,7 @@ def main(
         click.echo("\n".join(f"{name}: {call['us']}" for name, call in calls.items()))
         return
     gpu = gpus.named("h200")
-    problems = drawn(records, gpu) or {workloads.described(one): one for one in map(posed, CALLS)}
+    problems = drawn(records, gpu) if records else {workloads.described(one): one for one in map(posed, CALLS)}
     problems = dict(list(problems.items())[share])
     if listed:
         for name, problem in problems.items():

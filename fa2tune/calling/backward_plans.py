@@ -39,7 +39,7 @@ def forget() -> None:
 class Division(NamedTuple):
     """How the work of a backward's kernels is divided for a call, worked out once."""
 
-    groups: dict[str, int]  #: parts of query groups, by kernel, where they are split
+    groups: dict[str, int]  #: parts of query groups, or of query blocks, by kernel
     keys: int  #: parts that keys of dQ are to be split into; 1: they are not
     refused: str  #: why the kernels for that could not be had before in this process; "": they were not refused
     #: Of ``overlapped.ORDERS``, in which both kernels of a split backward run at a time; "": one after the other.

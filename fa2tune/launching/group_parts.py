@@ -1,6 +1,6 @@
 """A backward whose query groups are split into parts, each of which the kernels that make dK and dV take for a key head of its
 own: more programs where there are few key heads. Of ungrouped heads the fused Hopper kernel has another form for the same
-(QUERY_PARTS), whose parts are of a key tile's query blocks.
+(QUERY_PARTS), whose parts are of a key tile's query blocks, and read its own K and V.
 
 K and V are written once per part before (role bwd_spread), unless there is one key head. The parts' dK and dV, in the call's
 dtype, are summed in float32 in a fixed order after (role bwd_gather). The kernels themselves see a

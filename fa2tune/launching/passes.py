@@ -192,9 +192,9 @@ class Kernels:
                  softmax_scale: float, device_index: int, shared: Workspaces = MappingProxyType({}),
                  parts: Mapping[str, int] = MappingProxyType({}), order: str = "") -> None:  # fmt: skip
         """``configs``: by kernel, in order; ``tensors``: all there are, workspaces aside, of which shapes and strides count;
-        ``shared``: workspaces that any of the kernels may use; ``parts``: by kernel, into how many each query group is split,
-        of dQ's kernel its keys; ``order``: of ``overlapped.ORDERS``, for dQ's kernel and dK/dV's at a time. ValueError: no such
-        split (``group_parts.checked``, ``dq_parts.checked``) or order."""
+        ``shared``: workspaces that any of the kernels may use; ``parts``: by kernel, into how many each query group, or a
+        key tile's query blocks (QUERY_PARTS), are split, of dQ's kernel its keys; ``order``: of ``overlapped.ORDERS``, for dQ's
+        kernel and dK/dV's at a time. ValueError: no such split (``group_parts.checked``, ``dq_parts.checked``) or order."""
         self.softmax_scale = softmax_scale
         #: which tensor is dq, if the kernel adds to float32 zeros, which are cast to dq afterwards
         self.casts: int | None = None

@@ -418,7 +418,7 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "query_parts_are_of_whole_blocks",
-            "QUERY_PARTS with BESIDE, PAIRS or IN_ORDER, or of a mask bounded on the left",
+            "QUERY_PARTS with BESIDE, PAIRS, IN_ORDER or a left-bounded mask",
             "a part is a run of a tile's query blocks, which a mask bounded on the left rotates; kernels that overlap, and "
             "turns, count a tile once",
             lambda config, spec, arch: (

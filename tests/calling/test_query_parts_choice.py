@@ -59,8 +59,8 @@ def test_dense_calls_are_near_the_best_that_was_measured() -> None:
         chosen = us.get(taken(choice, problem), us["without"])
         lost[name] = chosen / min(us.values())
     assert len(lost) == 24 and len(off) == 81
-    assert math.sqrt(statistics.fmean(one**2 for one in off)) < 0.12
-    assert max(lost.values()) < 1.12 and statistics.geometric_mean(lost.values()) < 1.03
+    assert math.sqrt(statistics.fmean(one**2 for one in off)) < 0.09
+    assert max(lost.values()) < 1.1 and statistics.geometric_mean(lost.values()) < 1.03
 
 
 def test_packed_calls_are_near_the_best_that_was_measured() -> None:
@@ -98,8 +98,11 @@ def test_what_few_tiles_have(problem: Problem) -> None:
 
 
 def test_none_in_a_fixed_order_of_dq() -> None:
-    for problem in (FEW, packed((2, 2), 3747, 10, 4096, 128, CAUSAL)):
-        assert not any(group_parts.of_queries(choice.config) for choice in choices(problem, True).values())
+    for heads, rows, dim in ((6, 12000, 128), (9, 8192, 64)):
+        problem = Problem("bf16", 1, heads, heads, rows, rows, dim, dim, CAUSAL)
+        choice = choices(problem, True)[KERNEL]
+        assert choice.config["IN_ORDER"] and not choice.config["QUERY_PARTS"]
+    assert not any(group_parts.of_queries(choice.config) for choice in choices(FEW, True).values())
 
 
 def test_none_where_nothing_adds_parts_up(monkeypatch: pytest.MonkeyPatch) -> None:

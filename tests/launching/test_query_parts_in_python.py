@@ -12,8 +12,10 @@ from test_computed_in_python import BACKWARDS, PACKING, Call, check_backward
 from fa2tune.compiling import registry
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import Problem
+from fa2tune.spec.score import Score
 
 EARLY, PARTS = {"EARLY_START": True}, {"QUERY_PARTS": True}
+APART = {"IN_PARTS": True, "V_APART": True, "ORDER": "together", "BLOCK_M": 64, "num_warps": 4}
 LONG_LAST = (*((1 + 7 * n % 40, 1 + 5 * n % 40) for n in range(5)), (300, 310))
 #: More parts than a tile has query blocks, and tiles that no query sees.
 CALLS = [
@@ -24,6 +26,9 @@ CALLS = [
     (Call(((70, 270),), (2, 2), (24, 24), FULL), "scores ahead", {"NARROW": True, "BLOCK_M": 128}, 2),
     (Call(((200, 300),), (1, 1), (96, 96), CAUSAL), "from registers", {"IN_PARTS": True, "ORDER": "together"}, 2),
     (Call(((200, 140),), (2, 2), (64, 64), CAUSAL), "scores ahead", {"HEADS_PER_WAVE": 1}, 2),
+    (Call(((200, 260),), (1, 1), (64, 64), CAUSAL, score=Score("softcap", 0.6)), "concatenated", {}, 2),
+    (Call(((200, 260),), (2, 2), (128, 24), CAUSAL), "from registers", APART, 3),
+    (Call(LONG_LAST, (1, 1), (128, 24), FULL, packed=True), "from registers", APART, 2),
     (Call(LONG_LAST, (2, 2), (64, 64), CAUSAL, packed=True), "concatenated", {}, 2),
     (Call(LONG_LAST, (1, 1), (128, 128), FULL, packed=True), "a block behind", {"HEADS_PER_WAVE": 1}, 3),
     (Call(PACKING, (2, 2), (128, 128), CAUSAL, packed=True), "apart, by TMA", {}, 4),

@@ -68,7 +68,7 @@ LONG_BYTES, LONG_MARGIN = 400e6, -0.04
 SHORT_US, SHORT_MARGIN = 45.0, -0.05
 #: Parts of groups must be by this one; of predictions within PARTS_TIE of the least the fewest parts, which move the least.
 PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
-#: Whether calls of up to so many microseconds have each kernel started before the one before it ends, packed ones too; and what
+#: Whether dense calls of up to so many microseconds have each kernel started before the one before it ends; and what
 #: that saves: 1.1 to 2.6 measured in five calls (docs/experiments/fused-backward-ends.md).
 EARLY_START, EARLY_START_US, EARLY_SAVES_US = True, 100.0, 1.3
 #: What the order of packed tiles by length costs (LONGER_FIRST): the kernel before writes it, and the first tile waits for it;

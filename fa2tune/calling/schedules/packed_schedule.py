@@ -69,7 +69,7 @@ ALIKE = 512
 #: The backward runs alone on the GPU, but for causal sequences of one length of up to so many tokens, at least so many on
 #: average, with so many key tiles a multiprocessor and so many query heads a key head. There what runs overlapped saves up to
 #: 7 %; elsewhere tiles wait for rows that the few programs beside them have not prepared. 62 raced calls that are alone now
-#: take 0.95 of the time in the mean; of those with whole query blocks two lose more than 2 %, 4 % at worst
+#: take 0.95 of the time in the mean; of those with whole query blocks five lose 2 to 4 %
 #: (docs/experiments/packed-backward.md).
 LONGEST_ALIKE, SHORT, MANY_TILES, FEW_HEADS = 2048, 1024, 8, 2
 #: Calls of up to so many microseconds have each kernel started early. Longer ones gain nothing at 64 columns; at 128, causal,
