@@ -98,6 +98,20 @@ def recorded(drawing: Path | None = None) -> dict[str, tuple[Problem, Mapping[st
     return found
 
 
+#: A call, its choices and what was recorded of it -> whether it is taken.
+Wanted = Callable[[Problem, Mapping[str, Choice], Mapping[str, Any]], bool]
+
+
+def drawn(records: Sequence[Path], gpu: Gpu, wanted: Wanted) -> dict[str, Problem]:
+    """Name -> call, of drawings in files, of those whose choices are wanted."""
+    found = {}
+    for path in records:
+        for problem, call in recorded(path).values():
+            if wanted(problem, choosing.choose_backward(choosing.Chooser(problem, gpu), False)[1], call):
+                found[workloads.described(problem)] = problem
+    return found
+
+
 def _parts(call: Mapping[str, Any], kernel: str) -> int | None:
     """Of a kernel's groups, as served when it was recorded."""
     served = call["served"]

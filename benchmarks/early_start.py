@@ -26,7 +26,6 @@ import side_by_side
 import workloads
 
 from fa2tune import gpus
-from fa2tune.calling import choosing
 from fa2tune.calling.schedules import fused_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
@@ -58,17 +57,10 @@ def _started(choice: Choice, early: bool) -> Choice:
     return replace(choice, config={**choice.config, "EARLY_START": early})
 
 
-def drawn(records: tuple[Path, ...], gpu: Gpu) -> dict[str, Problem]:
-    """Name -> call, of --drawing."""
-    found = {}
-    for path in records:
-        for problem, call in dense_backwards.recorded(path).values():
-            if call["us"]["fa2tune"] >= LONGER and any(
-                choice.config.get("EARLY_START") for choice in choosing.choose_backward(
-                    choosing.Chooser(problem, gpu), False)[1].values()
-            ):  # fmt: skip
-                found[workloads.described(problem)] = problem
-    return found
+def short(_problem: Problem, choices: Mapping[str, Choice], call: Mapping[str, Any]) -> bool:
+    """Whether --drawing takes a call."""
+    early = any(choice.config.get("EARLY_START") for choice in choices.values())
+    return early and call["us"]["fa2tune"] >= LONGER
 
 
 def candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]:
@@ -110,9 +102,9 @@ def main(
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
-    problems = (
-        drawn(records, gpus.named("h200")) if records else {workloads.described(one): one for one in map(posed, CALLS)}
-    )
+    problems = {workloads.described(one): one for one in map(posed, CALLS)}
+    if records:
+        problems = dense_backwards.drawn(records, gpus.named("h200"), short)
     problems = dict(list(problems.items())[share])
     if listed:
         for name, problem in problems.items():

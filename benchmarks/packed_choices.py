@@ -168,6 +168,11 @@ def masks(said: str) -> Mask:
     return Mask("band", *map(int, window.groups())) if window else {"causal": CAUSAL, "full": FULL}[said]
 
 
+def of_record(call: Mapping[str, Any]) -> Packing:
+    heads = (call[side] for side in ("heads_q", "heads_kv", "head_dim"))
+    return Packing(tuple(call["of_q"]), tuple(call["of_k"]), *heads, masks(call["mask"]))
+
+
 def packings(drawing: int = 1) -> dict[str, tuple[Packing, Mapping[str, Any]]]:
     """Name -> (packing, what was recorded when it was drawn)."""
     found: dict[str, tuple[Packing, Mapping[str, Any]]] = {}
@@ -177,13 +182,10 @@ def packings(drawing: int = 1) -> dict[str, tuple[Packing, Mapping[str, Any]]]:
         drawn = json.loads(DRAWINGS[which].read_text("utf-8"))["calls"]
         for name in sorted(drawn, key=lambda one: calls.index(n) if (n := int(one.split()[0])) in calls else -1):
             if int(name.split()[0]) in calls:
-                call = drawn[name]
-                heads = (call[side] for side in ("heads_q", "heads_kv", "head_dim"))
-                found[name] = Packing(tuple(call["of_q"]), tuple(call["of_k"]), *heads, masks(call["mask"])), call
+                found[name] = of_record(drawn[name]), drawn[name]
     for which in DRAWINGS if drawing == QUERY_BLOCKS else ():
         for name, call in json.loads(DRAWINGS[which].read_text("utf-8"))["calls"].items():
-            heads = [call[side] for side in ("heads_q", "heads_kv", "head_dim")]
-            packing = Packing(tuple(call["of_q"]), tuple(call["of_k"]), *heads, masks(call["mask"]))
+            packing = of_record(call)
             now = served(choosing.Chooser(posed(packing), H200)) if "bwd" in call else None
             if now is not None and group_parts.of_queries(now[0].config):
                 found[f"{which}: {name}"] = packing, call
@@ -436,9 +438,9 @@ def each_alone(problem: Problem, gpu: gpus.Gpu) -> Iterator[tuple[str, Choice, i
         replace(choice, config={**config, "EARLY_START": not config["EARLY_START"]}),
         parts,
     )
-    served = fused_choice(choosing.Chooser(problem, gpu))
-    assert served is not None
-    yield "chosen", *served
+    now = fused_choice(choosing.Chooser(problem, gpu))
+    assert now is not None
+    yield "chosen", *now
 
 
 def in_query_parts(problem: Problem, gpu: gpus.Gpu) -> Iterator[tuple[str, Choice, int]]:

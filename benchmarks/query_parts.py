@@ -24,6 +24,7 @@ import click
 import dense_backwards
 import side_by_side
 import workloads
+from early_start import posed
 
 from fa2tune import gpus
 from fa2tune.calling import choosing
@@ -49,11 +50,6 @@ CALLS = (
     (1, 17, 1024, 1024, 128, FULL), (3, 1, 2500, 2500, 40, CAUSAL), (1, 32, 640, 640, 64, CAUSAL),
     (4, 1, 700, 700, 88, CAUSAL), (1, 6, 6559, 6559, 120, FULL), (1, 1, 500, 4000, 64, FULL),
 )  # fmt: skip
-
-
-def posed(shape: tuple[Any, ...]) -> Problem:
-    batch, heads, queries, keys, dim, mask = shape
-    return Problem("bf16", batch, heads, heads, queries, keys, dim, dim, mask)
 
 
 def without_parts(problem: Problem, gpu: Gpu) -> Mapping[str, Choice]:
@@ -100,15 +96,9 @@ def predicted(problem: Problem, gpu: Gpu) -> str:
     return f"chosen {chosen}; fused {alone:.1f}, {', '.join(times)}"
 
 
-def drawn(records: tuple[Path, ...], gpu: Gpu) -> dict[str, Problem]:
-    """Name -> call, of --drawing."""
-    found = {}
-    for path in records:
-        for problem, _ in dense_backwards.recorded(path).values():
-            now = choosing.choose_backward(choosing.Chooser(problem, gpu), False)[1]
-            if KERNEL in now and group_parts.of_queries(now[KERNEL].config):
-                found[workloads.described(problem)] = problem
-    return found
+def in_parts_now(_problem: Problem, choices: Mapping[str, Choice], _call: Mapping[str, Any]) -> bool:
+    """Whether --drawing takes a call."""
+    return KERNEL in choices and group_parts.of_queries(choices[KERNEL].config)
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
@@ -128,7 +118,9 @@ def main(
         click.echo("\n".join(f"{name}: {call['us']}" for name, call in calls.items()))
         return
     gpu = gpus.named("h200")
-    problems = drawn(records, gpu) if records else {workloads.described(one): one for one in map(posed, CALLS)}
+    problems = {workloads.described(one): one for one in map(posed, CALLS)}
+    if records:
+        problems = dense_backwards.drawn(records, gpu, in_parts_now)
     problems = dict(list(problems.items())[share])
     if listed:
         for name, problem in problems.items():

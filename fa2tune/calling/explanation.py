@@ -162,11 +162,10 @@ class Served:
             what = "dS in memory"
         if self.form == IN_ORDER_FORM:
             return f"{what}; calls in any order: {self._of_row}"
-        with_config = "with a config of the schedule model"
         if self.row is None:
-            return f"{what}, {with_config}; otherwise the default config"
+            return f"{what}, with a config of the schedule model; otherwise the default config"
         gain = "" if self.row.gain is None else f", {self.row.gain:.2f} x portable default"
-        return f"{what}, {with_config}; otherwise {self.row.filed_as}, {self._of_row}{gain}"
+        return f"{what}, with a config of the schedule model; otherwise {self.row.filed_as}, {self._of_row}{gain}"
 
     @property
     def _of_row(self) -> str:

@@ -100,17 +100,18 @@ def dense_strides(problem: Problem, name: str) -> tuple[int, int, int]:
     return math.prod(sizes[1:]), math.prod(sizes[2:]), sizes[3]
 
 
-def copies(problem: Problem) -> bool:
+def copies(problem: Problem, queries: bool = False) -> bool:
     """Whether K and V are written once per part: not where all parts are of the one key head, which a head stride of 0 finds,
-    by pointer and by TMA. (With more key heads no stride does.)"""
-    return problem.heads_kv > 1
+    by pointer and by TMA. (With more key heads no stride does.) ``queries``: nor where parts are of query blocks, whose kernel
+    knows the key head."""
+    return problem.heads_kv > 1 and not queries
 
 
 def workspaces(problem: Problem, parts: int, config: Config) -> Workspaces:
     """Memory for the parts."""
     if parts == 1:
         return {}
-    names = PARTS_OF if copies(problem) and not of_queries(config) else ("dk", "dv")
+    names = PARTS_OF if copies(problem, of_queries(config)) else ("dk", "dv")
     return {PARTS_OF[name]: (sizes_of(split(problem, parts), name), "") for name in names}
 
 
@@ -158,7 +159,7 @@ def helpers(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]
 
 def needed(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """Those of ``helpers`` that run where a kernel's groups, or query blocks, are split."""
-    return helpers(problem, arch)[0 if copies(problem) and not of_queries(config) else 1 :]
+    return helpers(problem, arch)[0 if copies(problem, of_queries(config)) else 1 :]
 
 
 def launches(problem: Problem, parts: int, kernels: KernelSequence, given: Strides, arch: int) -> Iterator[Bound]:
@@ -169,7 +170,7 @@ def launches(problem: Problem, parts: int, kernels: KernelSequence, given: Strid
             yield Bound(variant, config, problem, given, {})
         return
     queries = any(of_queries(config) for _, config in kernels)
-    ours, copied = split(problem, parts), copies(problem) and not queries
+    ours, copied = split(problem, parts), copies(problem, queries)
     # of so many key heads the kernel's blocks of K and V are those of the first ones alone
     scalars = {"group": parts} if queries else {}
     if copied:

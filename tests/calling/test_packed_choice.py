@@ -251,15 +251,13 @@ def test_of_short_sequences_nothing_runs_overlapped() -> None:
 def test_of_most_packed_calls_nothing_runs_overlapped() -> None:
     """As benchmarks/calls/packed_choices_11.json has it: 0.95 of the time alone in the geometric mean of all its calls. Three
     that lose 10 to 12 % have query blocks in parts now."""
-    taken, lost = {}, []
+    lost, asked = [], PACKED_CHOICES.packings(PACKED_CHOICES.ALONE)
     for name, call in json.loads((BENCHMARKS / "calls/packed_choices_11.json").read_text("utf-8"))["calls"].items():
-        packing, _ = PACKED_CHOICES.packings(PACKED_CHOICES.ALONE)[name]
-        problem, us = PACKED_CHOICES.posed(packing), call["us"]["bwd"]
+        problem, us = PACKED_CHOICES.posed(asked[name][0]), call["us"]["bwd"]
         own, alone = us["as the row, chosen"], us.get("alone", us["alone, one band"])
         found = PACKED_CHOICES.fused_choice(choosing.Chooser(problem, H200, node=NODE))
         assert found is not None
-        taken[name] = own if found[0].config["BESIDE"] else alone
-        lost.append(taken[name] / min(own, alone))
+        lost.append((own if found[0].config["BESIDE"] else alone) / min(own, alone))
     assert len(lost) == 68 and sum(one > 1.05 for one in lost) == 3 and max(lost) < 1.13
     assert statistics.geometric_mean(lost) < 1.01
 

@@ -44,11 +44,11 @@ def taken(choice: Choice, problem: Problem) -> str:
 
 def test_dense_calls_are_near_the_best_that_was_measured() -> None:
     """No constant is fitted to these: the times are those of whole blocks, each tile with its share of them."""
-    lost, off = {}, []
+    lost, off, calls = {}, [], recorded("query_parts")
     for name, problem in (
         (query_parts.workloads.described(one), one) for one in map(query_parts.posed, query_parts.CALLS)
     ):
-        us = recorded("query_parts")[name]["us"]
+        us = calls[name]["us"]
         choice = choosing.Chooser(problem, H200).choose(KERNEL)
         form = query_parts_schedule.form(choice)
         off += [

@@ -228,7 +228,7 @@ def parts_us(problem: Problem, parts: int, gpu: Gpu, queries: bool = False) -> f
     dims = problem.head_dim + problem.head_dim_v
     size = problem.batch * problem.heads_kv * parts * problem.seqlen_k * dims * ITEMSIZE[problem.dtype]
     rate = gpu.hbm_gbs * 1e3
-    copied = LAUNCH_US + size / (rate * SPREAD_RATE) if group_parts.copies(problem) and not queries else 0.0
+    copied = LAUNCH_US + size / (rate * SPREAD_RATE) if group_parts.copies(problem, queries) else 0.0
     return copied + LAUNCH_US + max(size / (rate * GATHER_RATE), -(-parts // GATHERED) * GATHER_WAITS_US)
 
 
