@@ -7,7 +7,7 @@ The constants are fitted to 24 measured cases on an H200, docs/experiments/group
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -69,9 +69,17 @@ def addressable(problem: Problem) -> Problem:
     return replace(problem, aligned=True, tma=True)
 
 
+Copy = Callable[[torch.Tensor], torch.Tensor]  #: of a tensor its copy
+
+
 def like(tensor: torch.Tensor) -> torch.Tensor:
     """Uninitialised, for a dense copy in the same memory order: (b, h, s, d) or (b, s, h, d)."""
     return empty_ordered(tensor, tensor.shape[3])
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """That copy."""
+    return like(tensor).copy_(tensor)
 
 
 class Copying:
@@ -79,17 +87,17 @@ class Copying:
 
     by_address = False
 
-    def __init__(self, plan: Any, places: Collection[int]) -> None:
-        self.plan, self.places = plan, frozenset(places)
+    def __init__(self, plan: Any, places: Mapping[int, Copy]) -> None:
+        self.plan, self.places = plan, dict(places)
         #: what a recorded forward reads of its plan
         self.problem, self.softmax_scale = (getattr(plan, name, None) for name in ("problem", "softmax_scale"))
 
     def __call__(self, *tensors: torch.Tensor | None) -> Any:
         return self.plan(
-            *(one if one is None or at not in self.places else like(one).copy_(one) for at, one in enumerate(tensors))
+            *(one if one is None or at not in self.places else self.places[at](one) for at, one in enumerate(tensors))
         )
 
 
-def copying(plan: Any, arguments: tuple[str, ...], names: Collection[str]) -> Any:
-    """``plan``, whose arguments are called so; those of ``names`` are copied first."""
-    return Copying(plan, [arguments.index(name) for name in names]) if names else plan
+def copying(plan: Any, arguments: tuple[str, ...], made: Mapping[str, Copy]) -> Any:
+    """``plan``, whose arguments are called so; those that ``made`` names are copied first."""
+    return Copying(plan, {arguments.index(name): copy for name, copy in made.items()}) if made else plan

@@ -17,7 +17,16 @@ from typing import Any, TypeVar
 import torch
 
 from fa2tune import gpus, uncollected
-from fa2tune.calling import arguments, backward_plans, choosing, copies, forward_plans, unseen, varlen_schedules
+from fa2tune.calling import (
+    arguments,
+    backward_plans,
+    choosing,
+    copies,
+    forward_plans,
+    merging,
+    unseen,
+    varlen_schedules,
+)
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.empty import NoKeys
 from fa2tune.calling.kinds import PORTABLE_ROWS
@@ -30,6 +39,7 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching import passes, ported
 from fa2tune.launching.cuda import forget_packed, relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
+from fa2tune.launching.merged_heads import lies, lse_ordered
 from fa2tune.launching.passes import (
     empty_ordered,
     float32_precision,
@@ -39,7 +49,7 @@ from fa2tune.launching.passes import (
 from fa2tune.logs import warn_once
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window
-from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config
+from fa2tune.spec.problem import BACKWARD, FUSED, HEADS, SPLIT, STRATEGIES, Config
 from fa2tune.spec.score import Score
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
@@ -247,10 +257,17 @@ def forward_plan(
         names = found
         q, k, v = (copies.like(one) if name in names else one for name, one in given.items())
         chooser = ours.of(passes.describe(q, k, v, mask, softmax_scale, score))
+    seen, order = q, ""
+    if (one_head := merging.merging(chooser, "fwd")) is not None:
+        order = chooser.problem.stacked
+        seen = merging.as_one({"q": q, "k": k}, order)["q"]
+        chooser = one_head.of(passes.describe(seen, k, v, mask, softmax_scale, score))
 
     def make(choices: Mapping[str, Choice], may_split: bool = True) -> Any:
-        plan = forward_plans.forward_plan(chooser.problem, q, k, v, softmax_scale, choices["fwd"], gpu, may_split)
-        return copies.copying(plan, tuple(given), names)
+        plan = forward_plans.forward_plan(chooser.problem, seen, k, v, softmax_scale, choices["fwd"], gpu, may_split)
+        if order:
+            merging.giving_forward(plan, q, v.shape[3], order)
+        return copies.copying(plan, tuple(given), dict.fromkeys(names, copies.copied))
 
     first = {"fwd": chooser.choose("fwd")}
     try:
@@ -312,8 +329,8 @@ def backward(
         if dlse is not None:
             dlse.data_ptr()  # raises for one that batches others, as do's above
         check_saved(q, k, v, o, lse, do, extent, offsets)
-        saved = q, k, v, o, lse
-        in_rows = tuple(t if t.stride(-1) == 1 and t is not lse else t.contiguous() for t in saved)
+        saved, lse_order = (q, k, v, o, lse), merging.order_of_lse(lse)
+        in_rows = tuple(t if (lse_order if t is lse else t.stride(-1) == 1) else t.contiguous() for t in saved)
         if any(new is not old for new, old in zip(in_rows, saved, strict=True)):
             q, k, v, o, lse = in_rows
             return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale, deterministic, score, extent, offsets)
@@ -336,11 +353,24 @@ def backward(
             chooser = ours.of(
                 passes.describe(new_q, new_k, new_v, mask, softmax_scale, score, extent, o=new_o, do=new_do)
             )
+        given, order = {"dlse": dlse, "softmax_scale": softmax_scale, **tensors}, ""
+        copied: dict[str, copies.Copy] = dict.fromkeys(names, copies.copied)
+        if (one_head := merging.merging(chooser, BACKWARD, deterministic, lse_order)) is not None:
+            order = chooser.problem.stacked
+            if dlse is not None and not lies(dlse, order):
+                copied["dlse"] = partial(lse_ordered, order=order)
+                given["dlse"] = copied["dlse"](dlse)
+            given |= merging.as_one({name: given[name] for name in ("dlse", *tensors)}, order)
+            seen = {name: given[name] for name in tensors}
+            chooser = one_head.of(passes.describe(**seen, mask=mask, softmax_scale=softmax_scale, score=score))
+        if lse_order != (wanted := order or HEADS):
+            copied["lse"] = partial(lse_ordered, order=wanted)
 
         def make(strategy: str, choices: Mapping[str, Choice], may_split: bool = True) -> Any:
-            given = {"dlse": dlse, "softmax_scale": softmax_scale, **tensors}
             plan = backward_plans.backward_plan(chooser.problem, strategy, choices, gpu, given, may_split)
-            return copies.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), names)
+            if order:
+                merging.giving_backward(plan, tensors, order)
+            return copies.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), copied)
 
         try:
             with uncollected():

@@ -19,6 +19,7 @@ from fa2tune.calling.schedules.fused_schedule import IN_ORDER_FORM
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import is_grouped
+from fa2tune.launching.merged_heads import merged
 from fa2tune.rows import lookup
 from fa2tune.rows.describe import PASSES
 from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, Row, over_portable
@@ -65,6 +66,9 @@ class Served:
     #: tensors that TMA cannot address and that are copied before, which is expected to be faster
     copied: tuple[str, ...] = ()
     filled_in: int = 0  #: first queries of a head that see no key and are not computed, which is expected to be faster
+    #: so many query heads of a key head are taken as one of as many more queries, which is expected to be faster; 0: each as
+    #: one
+    merged: int = 0
     #: of a split backward whose kernels run at a time, which is expected to be faster, how they begin ("dQ first"), of "bwd"
     order: str = ""
     #: of the kernel that splits keys among programs, or has tiles of several heads, and runs in place of the row's, if any
@@ -316,11 +320,15 @@ class Explanation:
         kernels = ", ".join(f"{served.kernel}={served.status!r}" for served in self.kernels)
         return f"<fa2tune.explain on {self.gpu.name}: status={self.status!r}, {kernels}>"
 
-    @property
-    def _what_is_split(self) -> str:
-        if self.problem.group == 1:
+    def _posed(self, one: Served) -> Problem:
+        """What a kernel has to do."""
+        return merged(self.problem) if one.merged else self.problem
+
+    def _what_is_split(self, one: Served) -> str:
+        problem = self._posed(one)
+        if problem.group == 1:
             return "the query blocks of each key tile are"
-        return f"each group of {self.problem.group} query heads is"
+        return f"each group of {problem.group} query heads is"
 
     @property
     def about_launch(self) -> str:
@@ -333,8 +341,13 @@ class Explanation:
             said.append(
                 f"The first {rows} queries see no key: filled in by the {passes_of}, which is expected to be faster."
             )
+        for passes_of, heads in _by_pass(self.kernels, "merged").items():
+            said.append(
+                f"The {heads} query heads of a key head are taken as one of {heads * self.problem.seqlen_q} queries by the "
+                f"{passes_of}, which is expected to be faster."
+            )
         said += [
-            f"{one.kernel}: {self._what_is_split} split into {one.parts} parts, whose dK and dV are summed after."
+            f"{one.kernel}: {self._what_is_split(one)} split into {one.parts} parts, whose dK and dV are summed after."
             for one in self.kernels
             if one.parts > 1
         ]
@@ -349,17 +362,18 @@ class Explanation:
             if one.order
         ]
         for one in self.kernels:
+            problem = self._posed(one)
             if one.one_tile is not None:
-                said.append(one_tile_schedule.about(self.problem, one.one_tile, self.gpu.arch))
+                said.append(one_tile_schedule.about(problem, one.one_tile, self.gpu.arch))
             elif one.stored_ds is not None:
-                said.append(stored_ds_schedule.about(self.problem, one.stored_ds, self.gpu.arch))
+                said.append(stored_ds_schedule.about(problem, one.stored_ds, self.gpu.arch))
             elif one.unsplit and one.kernel == BACKWARD:
                 what = "dS in memory" if "SLICES" in (one.unsplit_of or {}) else "one kernel for all of it"
                 said.append(f"bwd: {what} is expected to be faster, but {one.unsplit}.")
             elif one.split is not None and one.kernel != "fwd":
-                said.append(split_backward_schedule.about_keys(self.problem, one.split, self.gpu.arch))
+                said.append(split_backward_schedule.about_keys(problem, one.split, self.gpu.arch))
             elif one.split is not None:
-                said.append(grouped_schedule.about(self.problem, one.split))
+                said.append(grouped_schedule.about(problem, one.split))
             elif one.unsplit:
                 what = (
                     "to split keys among programs is" if one.unsplit_of is None else "tiles of several query heads are"
@@ -420,6 +434,7 @@ def _as_dict(served: Served) -> dict[str, Any]:
         "one_tile": dict(served.one_tile) if served.one_tile is not None else None,
         "stored_ds": dict(served.stored_ds) if served.stored_ds is not None else None,
         "parts": served.parts, "copied": list(served.copied), "filled_in": served.filled_in,
+        "merged": served.merged,
         "form": served.form or None, "order": served.order or None,
     }  # fmt: skip
 

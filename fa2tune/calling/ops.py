@@ -403,7 +403,8 @@ def _attention_op(
     score_first: float = NO_VALUE, score_second: float = NO_VALUE,
 ) -> Pair:  # fmt: skip
     term = score_of_operator(softcap, score, score_first, score_second)
-    return dispatch.forward(q, k, v, of_operator(mask, window_left, window_right), softmax_scale, term)
+    o, lse = dispatch.forward(q, k, v, of_operator(mask, window_left, window_right), softmax_scale, term)
+    return o, lse.contiguous()  # as the fake one is
 
 
 def _backward_op(

@@ -11,7 +11,18 @@ from typing import Any, Literal
 
 import torch
 
-from fa2tune.calling import arguments, backward_plans, choosing, copies, dispatch, forward_plans, ops, unseen, varlen
+from fa2tune.calling import (
+    arguments,
+    backward_plans,
+    choosing,
+    copies,
+    dispatch,
+    forward_plans,
+    merging,
+    ops,
+    unseen,
+    varlen,
+)
 from fa2tune.calling.arguments import MISSING
 from fa2tune.calling.backward_plans import Whole
 from fa2tune.calling.choosing import Chooser, choose_backward
@@ -30,7 +41,7 @@ from fa2tune.rows import lookup, reader
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.key import TuningKey, unmeasured
 from fa2tune.spec.mask import Mask, Window, mask_of
-from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
+from fa2tune.spec.problem import BACKWARD, FUSED, HEADS, SPLIT, STRATEGIES, Config, Problem
 from fa2tune.spec.roles import BWD_ONE_TILE
 from fa2tune.spec.score import Score, score_of
 from fa2tune.spec.variant import Variant, implementation_of
@@ -46,15 +57,19 @@ def explain_problem(
     """How a problem is served on a GPU. ``which``: "fwd", "bwd" or both; ``among``: None for the layers of this process;
     ``strided``: the tensors that TMA cannot address, where ``problem.tma`` says that there are any."""
     kernels: list[Served] = []
-    whole = Chooser(problem, gpu, among)
+    whole, lse = Chooser(problem, gpu, among), HEADS
     for pass_ in ("fwd", BACKWARD):
         if pass_ in which:
             rows = unseen.filled_in(problem, gpu, pass_)
             plain = whole.of(unseen.behind(problem, rows))
             ours = dispatch.with_copies(plain, strided, pass_, deterministic)
             chooser, copied = ours or plain, tuple(strided) if ours else ()
+            one_head = merging.merging(chooser, pass_, deterministic, lse)
+            if one_head is not None:
+                chooser, lse = one_head, problem.stacked if pass_ == "fwd" else lse
             found = [_served(chooser, "fwd")] if pass_ == "fwd" else _served_backward(chooser, deterministic)
-            kernels += [replace(one, copied=copied, filled_in=rows) for one in found]
+            heads = problem.group if one_head else 0
+            kernels += [replace(one, copied=copied, filled_in=rows, merged=heads) for one in found]
     return Explanation(problem, gpu, whole.node.triton, tuple(kernels), present)
 
 
@@ -310,6 +325,9 @@ def served_by(problem: Problem, gpu: Gpu, backward: bool) -> dict[str, str]:
     what runs in their place."""
     problem = unseen.behind(problem, unseen.filled_in(problem, gpu, BACKWARD if backward else "fwd"))
     chooser = Chooser(problem, gpu)
+    if (one_head := merging.merging(chooser, BACKWARD if backward else "fwd")) is not None:
+        chooser = one_head
+        problem = chooser.problem
     chosen = choose_backward(chooser, False)[1] if backward else {"fwd": chooser.choose("fwd")}
     if backward:
         divided = backward_plans.division(problem, chosen, gpu)

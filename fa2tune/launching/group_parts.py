@@ -25,8 +25,8 @@ from fa2tune.spec.variant import Variant, Workspaces
 
 #: Kernels that make dK and dV, all query heads of a key head in one program.
 MAKE_DK_DV = ("bwd_dkdv", "bwd_fused")
-#: Numbers of parts of query blocks.
-QUERY_COUNTS = (2, 3, 4, 6, 8)
+#: Numbers of parts of query blocks; of packed sequences the ones up to the second, as more were not timed.
+QUERY_COUNTS, MOST_OF_PACKED = (2, 3, 4, 6, 8, 12, 16, 24, 32), 8
 #: Their tensors that are workspaces where groups are split, by the names of these.
 PARTS_OF = {name: f"{name}_parts" for name in ("k", "v", "dk", "dv")}
 
@@ -80,7 +80,8 @@ def query_counts(problem: Problem, arch: int) -> tuple[int, ...]:
     """Numbers of parts that query blocks can be split into: none, of grouped heads or where no kernel adds parts up."""
     if problem.group != 1 or not can(problem, arch, (BWD_GATHER,)):
         return ()
-    return tuple(n for n in QUERY_COUNTS if _addressed(problem, n))
+    most = MOST_OF_PACKED if problem.extent.ragged else max(QUERY_COUNTS)
+    return tuple(n for n in QUERY_COUNTS if n <= most and _addressed(problem, n))
 
 
 def split(problem: Problem, parts: int) -> Problem:

@@ -15,7 +15,7 @@ import torch
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
 from fa2tune.compiling.compiler import KernelSequence, around
 from fa2tune.compiling.support import companion
-from fa2tune.launching import dq_parts, group_parts, overlapped
+from fa2tune.launching import dq_parts, group_parts, merged_heads, overlapped
 from fa2tune.launching.launch import (
     TORCH_DTYPES,
     TensorPlace,
@@ -80,6 +80,7 @@ def describe(
         precision=float32_precision() if dtype == "fp32" else "ieee",
         aligned=aligned, wide=wide, negate=not gradient and softmax_scale < 0,
         score=score, tma=tma, extent=extent,
+        stacked="" if extent.ragged else merged_heads.stacked([q, *gradient.values()], heads_kv),
     )  # fmt: skip
 
 
@@ -140,6 +141,10 @@ class Fresh:
         """``like``: without memory ("meta"): a plan made during a CUDA graph's warm-up would hold on to the graph's pool."""
         self.layouts = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in like]
         self.device, self.index = device, -1 if device.type == "cpu" else device.index
+
+    def gives(self, *like: torch.Tensor) -> None:
+        """The first tensors shaped and strided as these from now on, which take the same memory."""
+        self.layouts[: len(like)] = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in like]
 
     def __call__(self) -> list[torch.Tensor]:
         filled = torch.are_deterministic_algorithms_enabled()  # what is uninitialised, if torch is asked to

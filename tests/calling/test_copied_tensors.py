@@ -108,7 +108,7 @@ def test_a_plan_gets_dense_copies_in_the_memory_order_of_what_came(order):
     tensor = tensor.transpose(1, 2) if order == "bshd" else tensor
     tensor = tensor[:1].expand(2, -1, -1, -1) if order == "expanded" else tensor
     other, seen = torch.randn(2, 4, 32, 64), []
-    plan = copies.copying(lambda *tensors: seen.extend(tensors), ("q", "k", "v"), ("k",))
+    plan = copies.copying(lambda *tensors: seen.extend(tensors), ("q", "k", "v"), {"k": copies.copied})
     plan(other, tensor, None)
     assert seen[0] is other and seen[2] is None
     assert torch.equal(seen[1], tensor) and seen[1].data_ptr() != tensor.data_ptr()

@@ -1,0 +1,141 @@
+"""Whether a call's query heads are taken as one head for each key head (``launching/merged_heads.py``), and the plans of such
+calls.
+
+Tiles of one head are filled by its queries up to the last one. Of 77 queries a tile of 128 rows has 51 for nothing, and with 18
+heads a key head there are 18 such tiles where their 1386 rows fill 11. Both are estimated as they would be served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fa2tune.calling import backward_plans, forward_plans
+from fa2tune.calling.choosing import Chooser, choose_backward
+from fa2tune.calling.schedules import grouped_schedule, key_splits_schedule, one_tile_schedule, stored_ds_schedule
+from fa2tune.launching.key_splits import SplitPlan, is_grouped
+from fa2tune.launching.merged_heads import lse_ordered, merged, view
+from fa2tune.launching.passes import BackwardPlan, ForwardPlan, empty_ordered, lse_shape, without_memory
+from fa2tune.launching.stored_ds import StoredDsPlan
+from fa2tune.launching.whole_backward import WholePlan
+from fa2tune.spec.mask import FULL
+from fa2tune.spec.problem import BACKWARD, HEADS, QUERIES, Problem
+from fa2tune.spec.roles import BWD_ONE_TILE
+from fa2tune.spec.score import NONE
+
+#: One head must be predicted to be faster by this share, in a backward by the second: not timed yet. By so many microseconds
+#: more where lse's rows have to be put in another order before.
+MARGIN, BACKWARD_MARGIN, LSE_US = 0.03, 0.06, 3.0
+#: Forwards of fewer queries are left to kernels that split keys, whose tiles have the rows of all heads already.
+LEAST_QUERIES = grouped_schedule.LEAST_QUERIES
+#: Of so many queries and more, rows beside the call are less than MARGIN of its tiles: not asked, as another length bucket's
+#: rows would have to be looked up.
+MOST_QUERIES = 4096
+
+
+def can(problem: Problem, arch: int) -> bool:
+    """Whether one head a key head has the same results."""
+    return (
+        problem.stacked != ""
+        and problem.tma
+        and problem.mask == FULL
+        and problem.score == NONE
+        and problem.dtype != "fp32"  # whose lse has a second plane
+        and not problem.is_empty
+        and problem.seqlen_q < MOST_QUERIES
+        and arch in key_splits_schedule.MEASURED_ON
+    )
+
+
+def forward_us(chooser: Chooser) -> float:
+    """Microseconds of a forward as it is served, estimated."""
+    problem, gpu, choice = chooser.problem, chooser.gpu, chooser.choose("fwd")
+    split, refused = forward_plans.split_of(problem, choice, gpu)
+    if split is None or refused:
+        return key_splits_schedule.ordinary_us(problem, choice.config, gpu, choice.row)
+    estimated = grouped_schedule.grouped_us if is_grouped(split) else key_splits_schedule.split_us
+    return estimated(problem, split, gpu)
+
+
+def backward_us(chooser: Chooser, deterministic: bool) -> float | None:
+    """The same of a backward; None: of what serves there is no estimate."""
+    problem, gpu = chooser.problem, chooser.gpu
+    _, choices = choose_backward(chooser, deterministic)
+    divided = backward_plans.division(problem, choices, gpu)
+    whole, refused = backward_plans.whole(problem, choices, divided, gpu)
+    if whole is not None and not refused:
+        estimated = one_tile_schedule.one_tile_us if whole.role == BWD_ONE_TILE else stored_ds_schedule.stored_us
+        return estimated(problem, whole.config, gpu)
+    if any(choice.config.get("IN_ORDER") for choice in choices.values()):  # what waits in turn is not estimated
+        return None
+    return one_tile_schedule.otherwise_us(problem, choices, divided.parts, divided.order, gpu)
+
+
+def merging(chooser: Chooser, pass_: str, deterministic: bool = False, lse: str = HEADS) -> Chooser | None:
+    """What chooses for a pass ("fwd", "bwd") whose query heads are taken as one; None: they are not. ``chooser``: of the call
+    as it is; ``lse``: how its rows lie in memory (``order_of_lse``)."""
+    problem = chooser.problem
+    if not can(problem, chooser.gpu.arch) or (pass_ != BACKWARD and problem.seqlen_q < LEAST_QUERIES):
+        return None
+    ours = chooser.of(merged(problem))
+    return ours if pays(chooser, ours, pass_, deterministic, lse) else None
+
+
+def pays(chooser: Chooser, ours: Chooser, pass_: str, deterministic: bool, lse: str) -> bool:
+    """Whether that is expected to be faster. ``ours``: what chooses for one head a key head."""
+    if pass_ != BACKWARD:
+        return forward_us(ours) < (1 - MARGIN) * forward_us(chooser)
+    now, then = backward_us(chooser, deterministic), backward_us(ours, deterministic)
+    if now is None or then is None:
+        return False
+    now += LSE_US if lse == QUERIES else 0.0
+    then += LSE_US if lse != chooser.problem.stacked else 0.0
+    return then < (1 - BACKWARD_MARGIN) * now
+
+
+def order_of_lse(lse: torch.Tensor) -> str:
+    """How rows of lse lie in memory: HEADS, QUERIES; "": otherwise."""
+    if lse.is_contiguous():
+        return HEADS
+    return QUERIES if lse.dim() == 3 and lse.transpose(1, 2).is_contiguous() else ""
+
+
+def as_one(tensors: Mapping[str, torch.Tensor | None], order: str) -> dict[str, Any]:
+    """(batch, heads, seqlen, ...) tensors by name, k among them: those with query heads as of one head a key head, the same
+    memory."""
+    k = tensors["k"]
+    assert k is not None
+    of_queries = ("do", "dlse", "q", "o")
+    return {
+        name: view(one, k.shape[1], order) if name in of_queries and one is not None else one
+        for name, one in tensors.items()
+    }
+
+
+def giving_forward(plan: ForwardPlan | SplitPlan, q: torch.Tensor, dim: int, order: str) -> None:
+    """Has the plan of one head a key head give o and lse as a call with ``q`` (batch, heads_q, seqlen_q, head_dim) wants them;
+    ``dim``: of o."""
+    lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
+    plan.fresh.gives(empty_ordered(without_memory(q), dim), lse_ordered(lse, order))
+
+
+def giving_backward(plan: BackwardPlan | WholePlan, tensors: Mapping[str, torch.Tensor], order: str) -> None:
+    """The same of a backward's plan: dq, for calls of such ``tensors``, by name."""
+    q = tensors["q"]
+    plan.fresh.gives(empty_ordered(without_memory(q), q.shape[3]))
+    if isinstance(plan, StoredDsPlan) and plan.without is not None:
+        plan.without = _without(plan.without, order)
+
+
+def _without(made: Callable[..., BackwardPlan], order: str) -> Callable[..., BackwardPlan]:
+    """``StoredDsPlan.without`` for tensors as a call has them."""
+
+    def planned(*tensors: torch.Tensor | None) -> BackwardPlan:
+        named = dict(zip(("do", "dlse", "q", "k", "v", "o"), tensors, strict=True))
+        plan = made(*as_one(named, order).values())
+        giving_backward(plan, named, order)
+        return plan
+
+    return planned

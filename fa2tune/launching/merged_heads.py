@@ -1,0 +1,59 @@
+"""The query heads of a key head as one head of as many more queries, where no pair is masked: the same sums, by tiles whose
+rows may be of two heads, so that those of few queries are full. Nothing is copied: rows of several heads that lie at one stride
+are those of one.
+
+FlashAttention-3 (Shah et al. 2024) gathers such rows inside its kernel ("PackGQA"), for any mask. Which calls:
+``calling/merging.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from fa2tune.spec.problem import HEADS, QUERIES, Problem
+
+
+def merged(problem: Problem) -> Problem:
+    """The problem with one query head a key head."""
+    return replace(
+        problem, heads_q=problem.heads_kv, seqlen_q=problem.group * problem.seqlen_q, stacked=""
+    )  # fmt: skip
+
+
+def lies(tensor: torch.Tensor, order: str) -> bool:
+    """Whether rows of the heads of (batch, heads, seqlen, ...) lie at one stride so, HEADS or QUERIES."""
+    _, heads, rows = tensor.shape[:3]
+    _, of_heads, of_rows = tensor.stride()[:3]
+    if order == HEADS:
+        return rows == 1 or of_heads == rows * of_rows
+    return rows == 1 or of_rows == heads * of_heads
+
+
+def stacked(tensors: Iterable[torch.Tensor], heads_kv: int) -> str:
+    """``Problem.stacked`` of (batch, heads_q, seqlen_q, ...) tensors."""
+    tensors = tuple(tensors)
+    heads_q = tensors[0].shape[1]
+    if heads_q == heads_kv or 0 in tensors[0].shape:
+        return ""
+    orders = (HEADS, QUERIES) if heads_kv == 1 else (HEADS,)
+    return next((order for order in orders if all(lies(tensor, order) for tensor in tensors)), "")
+
+
+def view(tensor: torch.Tensor, heads_kv: int, order: str) -> torch.Tensor:
+    """(batch, heads_kv, group * seqlen_q[, dim]) of a tensor with query heads whose rows lie so, the same memory."""
+    batch, heads, rows, *dim = tensor.shape
+    entry, of_heads, of_rows, *last = tensor.stride()
+    step = of_rows if order == HEADS and rows > 1 else of_heads
+    group = heads // heads_kv
+    sizes, strides = (batch, heads_kv, group * rows, *dim), (entry, group * of_heads, step, *last)
+    return tensor.as_strided(sizes, strides, tensor.storage_offset())
+
+
+def lse_ordered(lse: torch.Tensor, order: str) -> torch.Tensor:
+    """(batch, heads, seqlen) with rows one after the other in memory as ``order`` has them; itself, where they lie so."""
+    if order == QUERIES:
+        return lse.transpose(1, 2).contiguous().transpose(1, 2)
+    return lse.contiguous()

@@ -1,0 +1,215 @@
+"""Query heads of a key head taken as one, in public calls whose kernels are run by Python (tests/public_gpu.py): results beside
+float64, in the shapes and strides of other calls, and which kernels see which call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from public_gpu import PublicGpu, public_gpu
+from test_public_calls_in_python import (
+    AT_A_TIME,
+    FEW,
+    FUSED,
+    GATHER,
+    ONE_TILE,
+    STORED,
+    Case,
+    Little,
+    check,
+    inputs,
+)
+
+import fa2tune
+from fa2tune import logs
+from fa2tune.calling import copies, dispatch, merging
+from fa2tune.calling.schedules import stored_ds_schedule
+from fa2tune.launching import merged_heads, passes
+from fa2tune.measuring import reference, verify
+from fa2tune.spec.mask import CAUSAL, FULL, band
+from fa2tune.spec.problem import HEADS, QUERIES, Problem
+from fa2tune.spec.score import Score
+
+#: Names of the orders in which rows lie in memory.
+LAYOUTS = {"bhsd": HEADS, "bshd": QUERIES}
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """torch.empty fills with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """It is expected to pay wherever it can be had; passes that ask are listed."""
+    asked: list[str] = []
+
+    def pays(chooser: Any, ours: Any, pass_: str, *others: Any) -> bool:
+        asked.append(pass_)
+        return True
+
+    monkeypatch.setattr(merging, "pays", pays)
+    return asked
+
+
+@pytest.fixture
+def gpu() -> Iterator[PublicGpu]:
+    with public_gpu() as found:
+        yield found
+
+
+def laid(given: reference.Inputs, layout: str) -> reference.Inputs:
+    """The same values, in the memory order of a layout."""
+    if layout == "bhsd":
+        return given
+    q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.k, given.v, given.do))
+    return reference.Inputs(q, k, v, do, given.dlse)
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [
+        ("bhsd", Case((77, 200), (64, 64), FULL, ("sm90/fwd", *FUSED), (6, 2))),
+        ("bshd", Case((77, 200), (64, 64), FULL, ("sm90/fwd", *FUSED), (5, 1), dtype="fp16")),
+        ("bshd", Case((45, 90), (80, 80), FULL, ("sm90/fwd", ONE_TILE, GATHER), (7, 1))),
+        ("bhsd", Case((45, 90), (176, 176), FULL, (FEW, *AT_A_TIME), (4, 2), True)),
+        ("bshd", Case((40, 140), (192, 128), FULL, ("sm90/fwd",), (3, 1), True)),
+        ("bhsd", Case((40, 140), (72, 72), FULL, ("sm90/fwd",), (3, 1), scale=-0.3)),
+    ],
+    ids=str,
+)
+def test_results(gpu: PublicGpu, seen: list[str], layout: str, case: Case) -> None:
+    given = laid(inputs(case, batch=2), layout)
+    check(case, given)
+    assert seen == ["fwd", "bwd"]
+    assert tuple(gpu.ran[: len(case.runs)]) == case.runs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_look_like_those_of_other_calls(gpu: PublicGpu, layout: str) -> None:
+    case = Case((77, 200), (64, 64), FULL, (), (5, 1))
+    given = laid(inputs(case, batch=2), layout)
+    q, k, v = (one.requires_grad_() for one in (given.q, given.k, given.v))
+    o, lse = fa2tune.attention(q, k, v, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), given.do)
+    assert (o.shape, o.stride(), lse.shape) == (q.shape, q.stride(), q.shape[:3])
+    assert [one.stride() for one in (dq, dk, dv)] == [one.stride() for one in (q, k, v)]
+    assert merging.order_of_lse(lse) == LAYOUTS[layout]
+    verify.compare({"o": o, "lse": lse}, *reference.oracle_and_reference(given, gradients=False))
+    whole = torch.ops.fa2tune.attention(q, k, v, -1, -1, 0.125, False)
+    assert whole[1].is_contiguous() and torch.equal(whole[1], lse)  # as torch.compile expects it
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("merged", ["fwd", "bwd"])
+def test_one_pass_alone(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, merged: str, layout: str) -> None:
+    """Rows of lse are put in the order that the backward reads."""
+    monkeypatch.setattr(merging, "pays", lambda chooser, ours, pass_, *others: pass_ == merged)
+    case = Case((77, 200), (64, 64), FULL, (), (5, 1))
+    given = laid(inputs(case, batch=2), layout)
+    for _ in range(2):  # the second time from the memo
+        check(case, given)
+    (plan,) = dispatch.BACKWARD_PLANS.values()
+    assert isinstance(plan, copies.Copying) == (layout == "bshd")
+
+
+def test_lse_that_lies_in_no_order_is_put_in_one(gpu: PublicGpu) -> None:
+    case = Case((77, 200), (64, 64), FULL, (), (4, 2))
+    given = inputs(case)
+    call = {"mask": FULL, "softmax_scale": 0.125, "score": fa2tune.Score("none")}
+    o, lse = dispatch.forward(given.q, given.k, given.v, **call)
+    wide = torch.full((*lse.shape, 2), torch.nan)[..., 0].copy_(lse)
+    found, wanted = (
+        dispatch.backward(given.do, given.dlse, given.q, given.k, given.v, o, one, deterministic=True, **call)
+        for one in (wide, lse)
+    )
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_gradient_in_another_order_is_read_as_it_lies(gpu: PublicGpu) -> None:
+    case = Case((77, 200), (64, 64), FULL, (), (5, 1))
+    rows, heads = laid(inputs(case), "bshd"), inputs(case)
+    check(case, reference.Inputs(rows.q, rows.k, rows.v, heads.do, rows.dlse))
+    assert merged_heads.stacked([rows.q, heads.do], 1) == ""
+
+
+def test_queries_that_tma_cannot_address_are_copied(
+    gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, seen: list[str]
+) -> None:
+    monkeypatch.setattr(copies, "pays", lambda *asked: True)
+    case = Case((77, 200), (64, 64), FULL, (), (4, 2))
+    given = inputs(case)
+    q = torch.full((1, 4, 77, 65), torch.nan, dtype=given.q.dtype)[..., 1:].copy_(given.q)
+    check(case, reference.Inputs(q, given.k, given.v, given.do, given.dlse))
+    assert seen == ["fwd", "bwd"]
+
+
+def test_where_ds_finds_no_memory_split_kernels_serve(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    for margin in ("MARGIN", "AT_A_TIME_MARGIN"):
+        monkeypatch.setattr(stored_ds_schedule, margin, -100.0)
+    logs.warn_once.cache_clear()
+    case = Case((300, 400), (144, 144), FULL, (), (3, 1))
+    given = laid(inputs(case), "bshd")
+    check(case, given)
+    assert tuple(gpu.ran[-3:]) == STORED
+    dispatch.reload()
+    little = Little(monkeypatch, 1_000_000)
+    for _ in range(2):
+        gpu.ran.clear()
+        check(case, given)
+        assert not {*STORED} & {*gpu.ran[1:]}
+    assert little.refused == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((77, 200), (64, 64), CAUSAL, (), (5, 1)),
+        Case((77, 200), (64, 64), band(30, None), (), (5, 1)),
+        Case((77, 200), (64, 64), FULL, (), (2, 2)),
+    ],
+    ids=str,
+)
+def test_calls_that_it_would_not_suit(gpu: PublicGpu, seen: list[str], case: Case) -> None:
+    given = inputs(case)
+    fa2tune.attention(given.q, given.k, given.v, mask=case.mask)
+    assert not seen
+
+
+def test_rows_at_no_stride_of_their_own(gpu: PublicGpu, seen: list[str]) -> None:
+    """Two key heads, (batch, seqlen, heads, dim), and heads of a larger tensor."""
+    case = Case((77, 200), (64, 64), FULL, (), (4, 2))
+    given = laid(inputs(case), "bshd")
+    fa2tune.attention(given.q, given.k, given.v)
+    wider = torch.zeros(1, 5, 80, 64, dtype=given.q.dtype)[:, :4, :77].copy_(given.q)
+    fa2tune.attention(wider, given.k, given.v)
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    "changed", [{"dtype": "fp32"}, {"mask": CAUSAL}, {"score": Score("softcap", 20.0)}, {"tma": False}, {"stacked": ""}]
+)
+def test_what_it_is_not_for(changed: dict[str, Any]) -> None:
+    problem = Problem("bf16", 1, 4, 2, 77, 200, 64, 64, FULL, stacked=HEADS)
+    assert merging.can(problem, 90) and not merging.can(problem, 80)
+    assert not merging.can(replace(problem, **changed), 90)
+
+
+def test_a_view_has_the_same_rows() -> None:
+    for layout, order in LAYOUTS.items():
+        for rows in (1, 7):
+            whole = torch.arange(2 * 3 * rows * 8.0).view(2, 3, rows, 8)
+            tensor = whole if layout == "bhsd" else whole.transpose(1, 2).contiguous().transpose(1, 2)
+            found = merged_heads.stacked([tensor], 1)
+            assert found == (HEADS if rows == 1 else order)
+            one = merged_heads.view(tensor, 1, found)
+            assert one.shape == (2, 1, 3 * rows, 8) and one.data_ptr() == tensor.data_ptr()
+            wanted = tensor if order == HEADS else tensor.transpose(1, 2)
+            assert torch.equal(one.reshape(2, -1), wanted.reshape(2, -1))
+            assert passes.empty_ordered(tensor, 8).stride()[0] == one.stride()[0]
