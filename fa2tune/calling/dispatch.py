@@ -90,6 +90,7 @@ def reload() -> None:
     choosing.forget()
     forward_plans.forget()
     backward_plans.forget()
+    merging.forget()
     varlen_schedules.forget()
     binaries.forget()
     FORWARD_PLANS.clear()
@@ -112,6 +113,7 @@ def with_copies(
 
 
 Made = TypeVar("Made")
+Planned = tuple[Any, bool]  #: a plan, and whether calls after a CUDA graph's capture have it, too
 #: kernel -> its choice, to a plan
 Make = Callable[[Mapping[str, Choice]], Made]
 
@@ -210,6 +212,24 @@ def _first_to_compile(ladder: Sequence[Callable[[str], Choice]], kernels: Sequen
     return make({kernel: last(kernel) for kernel in kernels})
 
 
+def _of_one_head_or_all(
+    chooser: Chooser, pass_: str, one_head: Chooser | None, planned: Callable[[Chooser, str], Planned]
+) -> Planned:
+    """The plan of one query head a key head, where ``one_head`` chooses for it; else, or where its kernels do not compile or
+    load, or there is nothing to compile them with, of the heads that there are, and the log says so."""
+    if one_head is not None:
+        try:
+            return planned(one_head, chooser.problem.stacked)
+        except CaptureMiss:  # a warm-up call may have loaded the others
+            return planned(chooser, "")[0], False
+        except Exception as error:
+            if not cannot_be_had(error):
+                raise
+            merging.refuse(one_head, pass_)
+            warn_once(f"the first choice for {pass_} failed on {chooser.gpu.name} ({error}); next: heads one by one")
+    return planned(chooser, "")
+
+
 def _remember(memo: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any) -> None:
     if len(memo) >= PLANS_KEPT:
         memo.clear()
@@ -257,30 +277,37 @@ def forward_plan(
         names = found
         q, k, v = (copies.like(one) if name in names else one for name, one in given.items())
         chooser = ours.of(passes.describe(q, k, v, mask, softmax_scale, score))
-    seen, order = q, ""
-    if (one_head := merging.merging(chooser, "fwd")) is not None:
-        order = chooser.problem.stacked
+
+    def planned(chooser: Chooser, order: str) -> Planned:
         seen = merging.as_one({"q": q, "k": k}, order)["q"]
-        chooser = one_head.of(passes.describe(seen, k, v, mask, softmax_scale, score))
+        if order:  # offsets may need 64 bits
+            chooser = chooser.of(passes.describe(seen, k, v, chooser.problem.mask, softmax_scale, score))
 
-    def make(choices: Mapping[str, Choice], may_split: bool = True) -> Any:
-        plan = forward_plans.forward_plan(chooser.problem, seen, k, v, softmax_scale, choices["fwd"], gpu, may_split)
-        if order:
-            merging.giving_forward(plan, q, v.shape[3], order)
-        return copies.copying(plan, tuple(given), dict.fromkeys(names, copies.copied))
+        def make(choices: Mapping[str, Choice], may_split: bool = True) -> Any:
+            plan = forward_plans.forward_plan(
+                chooser.problem, seen, k, v, softmax_scale, choices["fwd"], gpu, may_split
+            )
+            if order:
+                merging.giving_forward(plan, problem, q, order)
+            return copies.copying(plan, tuple(given), dict.fromkeys(names, copies.copied))
 
-    first = {"fwd": chooser.choose("fwd")}
-    try:
-        with uncollected():
-            plan = _plan(chooser, first, make)
-    except CaptureMiss:  # a warm-up call of another batch may have loaded the tuned kernel alone
-        whole = partial(make, may_split=False)
+        first = {"fwd": chooser.choose("fwd")}
         try:
             with uncollected():
-                return _plan(chooser, _of_rows(first), whole)
-        except CaptureMiss as miss:
-            return _plan_in_capture(miss, chooser, ("fwd",), whole)
-    _remember(FORWARD_PLANS, key, plan)
+                return _plan(chooser, first, make), True
+        except CaptureMiss:  # a warm-up call of another batch may have loaded the tuned kernel alone
+            whole = partial(make, may_split=False)
+            try:
+                with uncollected():
+                    return _plan(chooser, _of_rows(first), whole), False
+            except CaptureMiss as miss:
+                if order:
+                    raise
+                return _plan_in_capture(miss, chooser, ("fwd",), whole), False
+
+    plan, lasting = _of_one_head_or_all(chooser, "fwd", merging.merging(chooser, "fwd"), planned)
+    if lasting:
+        _remember(FORWARD_PLANS, key, plan)
     return plan
 
 
@@ -353,35 +380,44 @@ def backward(
             chooser = ours.of(
                 passes.describe(new_q, new_k, new_v, mask, softmax_scale, score, extent, o=new_o, do=new_do)
             )
-        given, order = {"dlse": dlse, "softmax_scale": softmax_scale, **tensors}, ""
-        copied: dict[str, copies.Copy] = dict.fromkeys(names, copies.copied)
-        if (one_head := merging.merging(chooser, BACKWARD, deterministic, lse_order)) is not None:
-            order = chooser.problem.stacked
-            if dlse is not None and not lies(dlse, order):
+        own: dict[str, Any] = {"dlse": dlse, **tensors}
+
+        def planned(chooser: Chooser, order: str) -> Planned:
+            copied: dict[str, copies.Copy] = dict.fromkeys(names, copies.copied)
+            if lse_order != (wanted := order or HEADS):
+                copied["lse"] = partial(lse_ordered, order=wanted)
+            given = own
+            if order and dlse is not None and not lies(dlse, order):
                 copied["dlse"] = partial(lse_ordered, order=order)
-                given["dlse"] = copied["dlse"](dlse)
-            given |= merging.as_one({name: given[name] for name in ("dlse", *tensors)}, order)
-            seen = {name: given[name] for name in tensors}
-            chooser = one_head.of(passes.describe(**seen, mask=mask, softmax_scale=softmax_scale, score=score))
-        if lse_order != (wanted := order or HEADS):
-            copied["lse"] = partial(lse_ordered, order=wanted)
+                given = {**own, "dlse": lse_ordered(dlse, order)}
+            given = merging.as_one(given, order)
+            if order:  # offsets may need 64 bits
+                seen = {name: given[name] for name in tensors}
+                posed = passes.describe(mask=chooser.problem.mask, softmax_scale=softmax_scale, score=score, **seen)
+                chooser = chooser.of(posed)
 
-        def make(strategy: str, choices: Mapping[str, Choice], may_split: bool = True) -> Any:
-            plan = backward_plans.backward_plan(chooser.problem, strategy, choices, gpu, given, may_split)
-            if order:
-                merging.giving_backward(plan, tensors, order)
-            return copies.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), copied)
+            def make(strategy: str, choices: Mapping[str, Choice], may_split: bool = True) -> Any:
+                asked = {"softmax_scale": softmax_scale, **given}
+                plan = backward_plans.backward_plan(chooser.problem, strategy, choices, gpu, asked, may_split)
+                if order:
+                    merging.giving_backward(plan, tensors, order)
+                return copies.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), copied)
 
-        try:
-            with uncollected():
-                plan = _backward_plan(chooser, deterministic, make)
-        except CaptureMiss:  # as in ``forward_plan``
-            whole = partial(make, may_split=False)
             try:
                 with uncollected():
-                    plan = _backward_plan(chooser, deterministic, whole, own=True)
-            except CaptureMiss as miss:
-                plan = _plan_in_capture(miss, chooser, STRATEGIES[SPLIT], partial(whole, SPLIT))
-            return plan(do, dlse, q, k, v, o, lse, *offsets)
-        _remember(BACKWARD_PLANS, key, plan)
+                    return _backward_plan(chooser, deterministic, make), True
+            except CaptureMiss:  # as in ``forward_plan``
+                whole = partial(make, may_split=False)
+                try:
+                    with uncollected():
+                        return _backward_plan(chooser, deterministic, whole, own=True), False
+                except CaptureMiss as miss:
+                    if order:
+                        raise
+                    return _plan_in_capture(miss, chooser, STRATEGIES[SPLIT], partial(whole, SPLIT)), False
+
+        one_head = merging.merging(chooser, BACKWARD, deterministic, lse_order)
+        plan, lasting = _of_one_head_or_all(chooser, BACKWARD, one_head, planned)
+        if lasting:
+            _remember(BACKWARD_PLANS, key, plan)
     return plan(do, dlse, q, k, v, o, lse, *offsets)

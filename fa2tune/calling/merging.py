@@ -15,15 +15,14 @@ import torch
 from fa2tune.calling import backward_plans, forward_plans
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.schedules import grouped_schedule, key_splits_schedule, one_tile_schedule, stored_ds_schedule
+from fa2tune.launching import merged_heads
 from fa2tune.launching.key_splits import SplitPlan, is_grouped
 from fa2tune.launching.merged_heads import lse_ordered, merged, view
 from fa2tune.launching.passes import BackwardPlan, ForwardPlan, empty_ordered, lse_shape, without_memory
 from fa2tune.launching.stored_ds import StoredDsPlan
 from fa2tune.launching.whole_backward import WholePlan
-from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import BACKWARD, HEADS, QUERIES, Problem
 from fa2tune.spec.roles import BWD_ONE_TILE
-from fa2tune.spec.score import NONE
 
 #: One head must be predicted to be faster by this share, in a backward by the second: not timed yet. By so many microseconds
 #: more where lse's rows have to be put in another order before.
@@ -35,18 +34,29 @@ LEAST_QUERIES = grouped_schedule.LEAST_QUERIES
 MOST_QUERIES = 4096
 
 
-def can(problem: Problem, arch: int) -> bool:
-    """Whether one head a key head has the same results."""
-    return (
-        problem.stacked != ""
-        and problem.tma
-        and problem.mask == FULL
-        and problem.score == NONE
-        and problem.dtype != "fp32"  # whose lse has a second plane
-        and not problem.is_empty
-        and problem.seqlen_q < MOST_QUERIES
-        and arch in key_splits_schedule.MEASURED_ON
-    )
+#: Binaries of one head a key head that did not compile or load, or with nothing to compile them: not tried again for another
+#: length until ``dispatch.reload``.
+_REFUSED = set[tuple[object, ...]]()
+
+
+def forget() -> None:
+    """What was refused is tried again."""
+    _REFUSED.clear()
+
+
+def refuse(ours: Chooser, pass_: str) -> None:
+    """Not to be tried again. ``ours``: what chooses for one head a key head."""
+    _REFUSED.add(_place(ours, pass_))
+
+
+def _place(ours: Chooser, pass_: str) -> tuple[object, ...]:
+    return ours.problem.specialization, ours.gpu.name, pass_
+
+
+def asked(problem: Problem, arch: int) -> bool:
+    """Whether it is estimated at all."""
+    measured = problem.tma and arch in key_splits_schedule.MEASURED_ON
+    return measured and problem.seqlen_q < MOST_QUERIES and merged_heads.can(problem)
 
 
 def forward_us(chooser: Chooser) -> float:
@@ -77,22 +87,27 @@ def merging(chooser: Chooser, pass_: str, deterministic: bool = False, lse: str 
     """What chooses for a pass ("fwd", "bwd") whose query heads are taken as one; None: they are not. ``chooser``: of the call
     as it is; ``lse``: how its rows lie in memory (``order_of_lse``)."""
     problem = chooser.problem
-    if not can(problem, chooser.gpu.arch) or (pass_ != BACKWARD and problem.seqlen_q < LEAST_QUERIES):
+    if not asked(problem, chooser.gpu.arch) or (pass_ != BACKWARD and problem.seqlen_q < LEAST_QUERIES):
         return None
     ours = chooser.of(merged(problem))
-    return ours if pays(chooser, ours, pass_, deterministic, lse) else None
+    return ours if _place(ours, pass_) not in _REFUSED and pays(chooser, ours, pass_, deterministic, lse) else None
 
 
 def pays(chooser: Chooser, ours: Chooser, pass_: str, deterministic: bool, lse: str) -> bool:
     """Whether that is expected to be faster. ``ours``: what chooses for one head a key head."""
     if pass_ != BACKWARD:
-        return forward_us(ours) < (1 - MARGIN) * forward_us(chooser)
-    now, then = backward_us(chooser, deterministic), backward_us(ours, deterministic)
-    if now is None or then is None:
+        now, then = forward_us(chooser), forward_us(ours)
+        if then >= (1 - MARGIN) * now:
+            return False
+        # else a backward of heads one by one would have lse put in order
+        free = chooser.problem.stacked == HEADS or now - then > LSE_US
+        return free or merging(chooser, BACKWARD, deterministic, QUERIES) is not None
+    before, after = backward_us(chooser, deterministic), backward_us(ours, deterministic)
+    if before is None or after is None:
         return False
-    now += LSE_US if lse == QUERIES else 0.0
-    then += LSE_US if lse != chooser.problem.stacked else 0.0
-    return then < (1 - BACKWARD_MARGIN) * now
+    before += LSE_US if lse == QUERIES else 0.0
+    after += LSE_US if lse != chooser.problem.stacked else 0.0
+    return after < (1 - BACKWARD_MARGIN) * before
 
 
 def order_of_lse(lse: torch.Tensor) -> str:
@@ -104,9 +119,10 @@ def order_of_lse(lse: torch.Tensor) -> str:
 
 def as_one(tensors: Mapping[str, torch.Tensor | None], order: str) -> dict[str, Any]:
     """(batch, heads, seqlen, ...) tensors by name, k among them: those with query heads as of one head a key head, the same
-    memory."""
+    memory; "": themselves."""
     k = tensors["k"]
-    assert k is not None
+    if not order or k is None:
+        return dict(tensors)
     of_queries = ("do", "dlse", "q", "o")
     return {
         name: view(one, k.shape[1], order) if name in of_queries and one is not None else one
@@ -114,11 +130,12 @@ def as_one(tensors: Mapping[str, torch.Tensor | None], order: str) -> dict[str, 
     }
 
 
-def giving_forward(plan: ForwardPlan | SplitPlan, q: torch.Tensor, dim: int, order: str) -> None:
-    """Has the plan of one head a key head give o and lse as a call with ``q`` (batch, heads_q, seqlen_q, head_dim) wants them;
-    ``dim``: of o."""
+def giving_forward(plan: ForwardPlan | SplitPlan, problem: Problem, q: torch.Tensor, order: str) -> None:
+    """Has the plan of one head a key head give o and lse as a call with ``q`` (batch, heads_q, seqlen_q, head_dim) wants them,
+    which poses ``problem``."""
+    plan.problem = problem  # which the backward begins with
     lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
-    plan.fresh.gives(empty_ordered(without_memory(q), dim), lse_ordered(lse, order))
+    plan.fresh.gives(empty_ordered(without_memory(q), problem.head_dim_v), lse_ordered(lse, order))
 
 
 def giving_backward(plan: BackwardPlan | WholePlan, tensors: Mapping[str, torch.Tensor], order: str) -> None:

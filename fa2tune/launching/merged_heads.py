@@ -13,14 +13,29 @@ from dataclasses import replace
 
 import torch
 
+from fa2tune.spec.mask import CAUSAL, FULL, STACKED, Mask
 from fa2tune.spec.problem import HEADS, QUERIES, Problem
+from fa2tune.spec.score import NONE
 
 
 def merged(problem: Problem) -> Problem:
     """The problem with one query head a key head."""
+    mask = Mask(STACKED, problem.group) if problem.mask == CAUSAL else problem.mask
     return replace(
-        problem, heads_q=problem.heads_kv, seqlen_q=problem.group * problem.seqlen_q, stacked=""
+        problem, heads_q=problem.heads_kv, seqlen_q=problem.group * problem.seqlen_q, mask=mask, stacked=""
     )  # fmt: skip
+
+
+def can(problem: Problem) -> bool:
+    """Whether its kernels compute the same: no pair is masked, or it is causal and rows of a query come one after the other."""
+    masks = (FULL, CAUSAL) if problem.stacked == QUERIES else (FULL,)
+    return (
+        problem.stacked != ""
+        and problem.mask in masks
+        and problem.score == NONE
+        and problem.dtype != "fp32"  # whose lse has a second plane
+        and not problem.is_empty
+    )
 
 
 def lies(tensor: torch.Tensor, order: str) -> bool:

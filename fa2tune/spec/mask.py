@@ -104,6 +104,8 @@ class Mask:
 
 
 FULL, CAUSAL = Mask("full"), Mask("causal")
+#: Causal, of rows that are of several heads.
+STACKED = "causal_stacked"
 UNBOUNDED = -1  #: a side of a band
 ABSENT = -(2**62)  #: what an operator gets for a value that a mask does not have
 
@@ -122,6 +124,11 @@ def band(left: int | None, right: int | None) -> Mask:
     if left is None and right in (None, 0):
         return FULL if right is None else CAUSAL
     return Mask(BAND, *(UNBOUNDED if side is None else side for side in (left, right)))
+
+
+def queries_of(mask: Mask, rows: int) -> int:
+    """How many queries so many rows are of: fewer, where rows of several heads are stacked."""
+    return -(-rows // mask.values[0]) if mask.name == STACKED else rows
 
 
 def row_mask_named(name: str) -> Mask:
@@ -143,8 +150,10 @@ def mask_of(causal: bool, window: Any = None, mask: Any = None) -> Mask:
 def checked(given: Any) -> Mask:
     """The mask that a call names. TypeError or ValueError names ``mask``, what came and what is allowed."""
     if not isinstance(given, str | Mask):
-        raise TypeError(f"mask: got {shown(given)}, must be a name or a fa2tune.Mask: {', '.join(maskfile.names())}")
+        raise TypeError(f"mask: got {shown(given)}, must be a name or a fa2tune.Mask: {', '.join(maskfile.offered())}")
     mask = Mask(given) if isinstance(given, str) else given
+    if mask.name not in maskfile.names() or not maskfile.mask_named(mask.name).offered:
+        raise ValueError(f"mask: got {mask.name!r:.40}, allowed are {', '.join(maskfile.offered())}")
     check_limits("mask", given, mask, maskfile.mask_named(mask.name).values)
     return mask
 

@@ -73,7 +73,13 @@ def configs(kernel, spec):
 
 @pytest.mark.parametrize(
     "mask",
-    [*(Mask("chunked", chunk) for chunk in (24, 64, 150)), Mask("causal_top_left"), band(40, 0), band(10, 20)],
+    [
+        *(Mask("chunked", chunk) for chunk in (24, 64, 150)),
+        Mask("causal_top_left"),
+        Mask("causal_stacked", 3),
+        band(40, 0),
+        band(10, 20),
+    ],
     ids=str,
 )
 def test_every_place_of_the_masked_tiles(mask):
@@ -164,7 +170,8 @@ def test_operators_are_as_torch_wants_them():
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"mask": "caussal"}, ValueError, "mask: got 'caussal', allowed are " + ", ".join(maskfile.names())),
+        ({"mask": "caussal"}, ValueError, "mask: got 'caussal', allowed are " + ", ".join(maskfile.offered())),
+        ({"mask": Mask("causal_stacked", 4)}, ValueError, "mask: got 'causal_stacked', allowed are band, causal, "),
         ({"mask": "chunked"}, ValueError, "chunked has 1 value: fa2tune.Mask\\('chunked', chunk\\)"),
         ({"mask": Mask("chunked", -3)}, ValueError, "chunk must be from 1"),
         ({"mask": 3}, TypeError, "mask: got 3, must be a name or a fa2tune.Mask"),

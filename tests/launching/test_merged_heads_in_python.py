@@ -27,9 +27,10 @@ import fa2tune
 from fa2tune import logs
 from fa2tune.calling import copies, dispatch, merging
 from fa2tune.calling.schedules import stored_ds_schedule
+from fa2tune.compiling.compiler import CompileError
 from fa2tune.launching import merged_heads, passes
 from fa2tune.measuring import reference, verify
-from fa2tune.spec.mask import CAUSAL, FULL, band
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import HEADS, QUERIES, Problem
 from fa2tune.spec.score import Score
 
@@ -81,6 +82,11 @@ def laid(given: reference.Inputs, layout: str) -> reference.Inputs:
         ("bhsd", Case((45, 90), (176, 176), FULL, (FEW, *AT_A_TIME), (4, 2), True)),
         ("bshd", Case((40, 140), (192, 128), FULL, ("sm90/fwd",), (3, 1), True)),
         ("bhsd", Case((40, 140), (72, 72), FULL, ("sm90/fwd",), (3, 1), scale=-0.3)),
+        ("bshd", Case((77, 200), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), (5, 1))),
+        ("bshd", Case((205, 170), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), (3, 1), dtype="fp16")),  # see no key
+        ("bshd", Case((45, 90), (80, 80), CAUSAL, ("sm90/fwd", ONE_TILE, GATHER), (7, 1))),
+        ("bshd", Case((120, 140), (192, 128), CAUSAL, ("sm90/fwd",), (3, 1))),
+        ("bshd", Case((200, 190), (128, 128), CAUSAL, ("sm90/fwd",), (2, 1), True)),
     ],
     ids=str,
 )
@@ -170,7 +176,7 @@ def test_where_ds_finds_no_memory_split_kernels_serve(gpu: PublicGpu, monkeypatc
 @pytest.mark.parametrize(
     "case",
     [
-        Case((77, 200), (64, 64), CAUSAL, (), (5, 1)),
+        Case((77, 200), (64, 64), CAUSAL, (), (4, 2)),
         Case((77, 200), (64, 64), band(30, None), (), (5, 1)),
         Case((77, 200), (64, 64), FULL, (), (2, 2)),
     ],
@@ -197,8 +203,36 @@ def test_rows_at_no_stride_of_their_own(gpu: PublicGpu, seen: list[str]) -> None
 )
 def test_what_it_is_not_for(changed: dict[str, Any]) -> None:
     problem = Problem("bf16", 1, 4, 2, 77, 200, 64, 64, FULL, stacked=HEADS)
-    assert merging.can(problem, 90) and not merging.can(problem, 80)
-    assert not merging.can(replace(problem, **changed), 90)
+    assert merging.asked(problem, 90) and not merging.asked(problem, 80)
+    assert not merging.asked(replace(problem, **changed), 90)
+
+
+def test_rows_of_a_query_one_after_the_other_may_be_causal() -> None:
+    problem = Problem("bf16", 1, 4, 1, 77, 200, 64, 64, CAUSAL, stacked=QUERIES)
+    one = merged_heads.merged(problem)
+    assert (one.mask, one.seqlen_q, one.group) == (Mask("causal_stacked", 4), 308, 1)
+    assert merging.asked(problem, 90) and one.mask.pairs(308, 200) == 4 * CAUSAL.pairs(77, 200)
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+def test_where_its_kernels_cannot_be_had_heads_are_taken_one_by_one(
+    gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seen: list[str], mask: Mask
+) -> None:
+    """Said once for each pass, and not tried again for another length."""
+    logs.warn_once.cache_clear()
+    as_one = merging.as_one
+
+    def refused(tensors: Any, order: str) -> Any:
+        if order:
+            raise CompileError("no such kernel")
+        return as_one(tensors, order)
+
+    monkeypatch.setattr(merging, "as_one", refused)
+    for length in (77, 81):
+        case = Case((length, 200), (64, 64), mask, (), (5, 1))
+        check(case, laid(inputs(case), "bshd"))
+    assert seen == ["fwd", "bwd"]
+    assert caplog.text.count("next: heads one by one") == 2
 
 
 def test_a_view_has_the_same_rows() -> None:

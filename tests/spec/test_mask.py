@@ -33,7 +33,7 @@ SIDES = (None, 0, 1, 2, 5, 9)
 LENGTHS = (1, 2, 3, 7)
 CHUNKS = tuple(Mask("chunked", chunk) for chunk in (1, 2, 3, 5, 9))
 TOP_LEFT = Mask("causal_top_left")
-NAMES = ", ".join(maskfile.names())
+NAMES = ", ".join(maskfile.offered())
 BANDS = tuple(band(left, right) for left, right in itertools.product(SIDES, SIDES))
 
 

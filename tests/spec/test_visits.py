@@ -10,13 +10,15 @@ import pytest
 from fa2tune.spec import maskfile, visits
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 
-MASKS = (FULL, CAUSAL, Mask("causal_top_left"), band(20, 0), band(7, 30), Mask("chunked", 32))
+MASKS = (
+    FULL, CAUSAL, Mask("causal_top_left"), Mask("causal_stacked", 3), band(20, 0), band(7, 30), Mask("chunked", 32),
+)  # fmt: skip
 
 
 def test_which_masks_have_their_longest_tiles_last() -> None:
     """Those for which the kernels turn the order of tiles around: RIGHT_BOUNDED and not LEFT_BOUNDED."""
-    assert [visits.longest_last(mask) for mask in MASKS] == [False, True, True, False, False, False]
-    assert [visits.bounded(mask) for mask in MASKS] == [False, True, True, True, True, True]
+    assert [visits.longest_last(mask) for mask in MASKS] == [False, True, True, True, False, False, False]
+    assert [visits.bounded(mask) for mask in MASKS] == [False, *[True] * 6]
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

@@ -22,7 +22,8 @@ from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq, bwd_fused
-from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec import visits
+from fa2tune.spec.mask import CAUSAL, FULL, STACKED, Mask
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import Variant
 
@@ -85,7 +86,12 @@ def covers(variant: Variant, problem: Problem) -> bool:
 
 def times(variant: Variant, problem: Problem) -> bool:
     """Whether microseconds are known. Of packed sequences those of ``apart`` alone: what runs beside takes longer than here."""
-    return variant.space is bwd_fused.SPACE and (problem.extent.ragged or problem.mask in (CAUSAL, FULL))
+    return variant.space is bwd_fused.SPACE and (problem.extent.ragged or recorded(problem.mask))
+
+
+def recorded(mask: Mask) -> bool:
+    """Whether estimates of dense backwards know a mask: none, causal, and that of rows of several heads, which is like it."""
+    return mask in (CAUSAL, FULL) or mask.name == STACKED
 
 
 @lru_cache(maxsize=4096)
@@ -98,6 +104,9 @@ def _blocks(seqlen_q: int, seqlen_k: int, mask: Mask, rows: int) -> tuple[int, .
         return tuple([blocks - min(max((nth * keys + hidden) // rows, 0), blocks) for nth in range(tiles)])
     if mask == FULL:
         return (blocks,) * tiles
+    if mask.name == STACKED:
+        begin = visits.queries_of_tiles(mask, seqlen_q, seqlen_k, keys, rows).begin
+        return tuple([blocks - min(int(one) // rows, blocks) for one in begin])
     if mask.window is None:  # the mean of all, and half a tile at either end
         return (min(blocks, -(-(mask.pairs(seqlen_q, seqlen_k) // max(1, seqlen_k) + keys) // rows)),) * tiles
     left, right = (seqlen_k + seqlen_q if side is None else side for side in mask.window)
@@ -265,7 +274,7 @@ def _fetched(problem: Problem, group: int, heads: int, row: RowCosts, form: Fuse
         return 0.0
     blocks = _blocks(problem.seqlen_q, problem.seqlen_k, problem.mask, form.rows)
     seen = sum(blocks) / -(-problem.seqlen_q // form.rows)  # tiles that a row is seen by
-    missed = _missed(len(blocks), group, heads, kept, form.heads_per_wave, gpu) if problem.mask == CAUSAL else 0.0
+    missed = _missed(len(blocks), group, heads, kept, form.heads_per_wave, gpu) if problem.mask != FULL else 0.0
     times = 1 + (seen - 1) * missed if seen > 1 else seen
     return rows * times * (kept + sums)
 

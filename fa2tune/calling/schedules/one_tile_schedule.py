@@ -19,7 +19,7 @@ from fa2tune.launching import one_key_tile
 from fa2tune.launching.overlapped import DKDV, DQ
 from fa2tune.launching.passes import ACCUMULATES_DQ
 from fa2tune.search_spaces.lib.hopper import block_dims
-from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.mask import FULL, queries_of
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem
 from fa2tune.spec.variant import Variant
 
@@ -129,9 +129,9 @@ def asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether the kernel is asked for such a call at all."""
     if not ONE_KEY_TILE or gpu.arch not in MEASURED_ON or problem.is_empty or problem.extent.ragged:
         return False
-    if problem.mask not in (CAUSAL, FULL) or not one_key_tile.can(problem, gpu.arch):
+    if not fused_schedule.recorded(problem.mask) or not one_key_tile.can(problem, gpu.arch):
         return False
-    return problem.mask == FULL or problem.seqlen_q <= MOST_BLIND * problem.seqlen_k
+    return problem.mask == FULL or queries_of(problem.mask, problem.seqlen_q) <= MOST_BLIND * problem.seqlen_k
 
 
 def otherwise_us(
@@ -160,7 +160,7 @@ def config_of(
 
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What may run in place of a backward's kernels, whatever a call's batch, heads and lengths are."""
-    if not ONE_KEY_TILE or arch not in MEASURED_ON or problem.mask not in (CAUSAL, FULL):
+    if not ONE_KEY_TILE or arch not in MEASURED_ON or not fused_schedule.recorded(problem.mask):
         return []
     if problem.extent.ragged or not one_key_tile.able(problem, arch):
         return []

@@ -14,7 +14,6 @@ from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.search_spaces.sm90 import bwd_fused
-from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import Config, Problem
 
 #: Parts must be predicted to be faster by this share and so many microseconds, by more of packed sequences, whose lengths are
@@ -35,7 +34,7 @@ def form(choice: Choice) -> Config:
 
 def forms(problem: Problem, choice: Choice, arch: int) -> list[Config]:
     """Those of ``form`` that some call of ungrouped heads may have, whatever its batch, heads and lengths are."""
-    if problem.mask not in (CAUSAL, FULL) or not fused_schedule.times(choice.variant, problem):
+    if not fused_schedule.recorded(problem.mask) or not fused_schedule.times(choice.variant, problem):
         return []
     found = form(choice)
     return [found] if bwd_fused.SPACE.broken(found, problem.specialization, arch) is None else []

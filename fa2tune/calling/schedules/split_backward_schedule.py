@@ -22,7 +22,8 @@ from fa2tune.launching import dq_parts, group_parts
 from fa2tune.launching.overlapped import DKDV, DKDV_FIRST, DQ, DQ_AT_ONCE, DQ_FIRST
 from fa2tune.search_spaces.lib.hopper import block_dims, columns
 from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq
-from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec import visits
+from fa2tune.spec.mask import CAUSAL, STACKED, Mask
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
 
@@ -68,7 +69,7 @@ class Tiles(NamedTuple):
 
 def of_hopper(problem: Problem, choices: Mapping[str, Choice]) -> bool:
     """Whether choices are the split Hopper kernels, of a mask that was recorded."""
-    if set(choices) != {DQ, DKDV} or problem.mask not in (CAUSAL, FULL) or problem.is_empty:
+    if set(choices) != {DQ, DKDV} or not fused_schedule.recorded(problem.mask) or problem.is_empty:
         return False
     return (choices[DQ].variant.space, choices[DKDV].variant.space) == (bwd_dq.SPACE, bwd_dkdv.SPACE)
 
@@ -99,7 +100,7 @@ def with_early_start(problem: Problem, choices: dict[str, Choice], gpu: Gpu) -> 
 
 def forms(problem: Problem, choice: Choice) -> Iterator[Config]:
     """Every config of other machine code that some dense call may have in place of a row's."""
-    dense = not problem.extent.ragged and problem.mask in (CAUSAL, FULL)
+    dense = not problem.extent.ragged and fused_schedule.recorded(problem.mask)
     if fused_schedule.EARLY_START and dense and choice.variant.space in (bwd_dq.SPACE, bwd_dkdv.SPACE):
         yield fused_schedule.started_early(choice.config)
 
@@ -119,6 +120,8 @@ def _lengths(problem: Problem) -> tuple[tuple[int, int], ...]:
 def keys_seen(seqlen_q: int, seqlen_k: int, rows: int, mask: Mask) -> tuple[int, ...]:
     """Keys that each tile of so many queries of a sequence sees; CAUSAL: the last ones, which are given out first, first."""
     tiles = -(-seqlen_q // rows)
+    if mask.name == STACKED:
+        return tuple(visits.keys_of_tiles(mask, seqlen_q, seqlen_k, rows, 1).end[::-1].tolist())
     if mask != CAUSAL:
         return (seqlen_k,) * tiles
     behind = seqlen_k - seqlen_q
@@ -130,6 +133,9 @@ def keys_seen(seqlen_q: int, seqlen_k: int, rows: int, mask: Mask) -> tuple[int,
 def blocks_met(seqlen_q: int, seqlen_k: int, keys: int, mask: Mask) -> tuple[int, ...]:
     """Query blocks that each tile of so many keys of a sequence meets."""
     blocks, tiles, behind = -(-seqlen_q // BLOCK), -(-seqlen_k // keys), seqlen_k - seqlen_q
+    if mask.name == STACKED:
+        begin = visits.queries_of_tiles(mask, seqlen_q, seqlen_k, keys, BLOCK).begin
+        return tuple([blocks - min(one // BLOCK, blocks) for one in begin.tolist()])
     if mask != CAUSAL:
         return (blocks,) * tiles
     return tuple([blocks - min(max((nth * keys - behind) // BLOCK, 0), blocks) for nth in range(tiles)])
@@ -301,7 +307,7 @@ def key_parts(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[st
 
 def all_kernels(problem: Problem, choice: Choice, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What may run in place of dQ's kernel, whatever a call's batch, heads and lengths are."""
-    wide = max(block_dims(problem.specialization)) > 128 and problem.mask in (CAUSAL, FULL)
+    wide = max(block_dims(problem.specialization)) > 128 and fused_schedule.recorded(problem.mask)
     most = dq_parts.most_parts(problem, choice.variant, arch) if wide else 1
     return dq_parts.kernels(problem, most, arch) if most > 1 else []
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 
-from fa2tune.calling.schedules import split_backward_schedule
+from fa2tune.calling.schedules import fused_schedule, split_backward_schedule
 from fa2tune.calling.schedules.key_splits_schedule import MEASURED_ON
 from fa2tune.calling.schedules.split_backward_schedule import BLOCK, BYTES_PER_US, Tiles
 from fa2tune.compiling.choice import Choice
@@ -21,7 +21,6 @@ from fa2tune.launching import stored_ds
 from fa2tune.launching.overlapped import DKDV, DQ
 from fa2tune.search_spaces.lib.hopper import columns
 from fa2tune.search_spaces.sm90 import bwd_dkdv
-from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem
 from fa2tune.spec.variant import Variant
 
@@ -101,7 +100,7 @@ def asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether dS may go through memory in such a call at all."""
     if not STORED_DS or gpu.arch not in MEASURED_ON or problem.is_empty or problem.extent.ragged:
         return False
-    return problem.mask in (CAUSAL, FULL) and stored_ds.able(problem, gpu.arch)
+    return fused_schedule.recorded(problem.mask) and stored_ds.able(problem, gpu.arch)
 
 
 def config_of(
@@ -124,7 +123,7 @@ def all_kernels(problem: Problem, choice: Choice, arch: int) -> list[tuple[Varia
     """What may run in place of a backward's kernels, whatever a call's batch, heads and lengths are. ``choice``: of dK/dV's."""
     if not STORED_DS or arch not in MEASURED_ON or choice.variant.space is not bwd_dkdv.SPACE:
         return []
-    if problem.mask not in (CAUSAL, FULL) or problem.extent.ragged or not stored_ds.able(problem, arch):
+    if not fused_schedule.recorded(problem.mask) or problem.extent.ragged or not stored_ds.able(problem, arch):
         return []
     row = choice.of_row.config
     return [one for config in configs(problem, row) for one in stored_ds.kernels(problem, config, arch)]
