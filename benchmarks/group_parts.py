@@ -148,7 +148,9 @@ def copies_of(seqlen: int, kind: str, stream: torch.cuda.Stream) -> dict[str, An
     ours = copies.addressable(problem)
     forwards = {
         "as they are": forward_plan(problem, q, k, v),
-        "copied": copies.copying(forward_plan(ours, **dense_ones), ("q", "k", "v"), names),
+        "copied": copies.copying(
+            forward_plan(ours, **dense_ones), ("q", "k", "v"), dict.fromkeys(names, copies.copied)
+        ),
     }
     o, lse = forwards["as they are"](q, k, v)
 
@@ -162,7 +164,7 @@ def copies_of(seqlen: int, kind: str, stream: torch.cuda.Stream) -> dict[str, An
     arguments = ("do", "dlse", "q", "k", "v", "o", "lse")
     backwards = {
         "as they are": backward(problem, given),
-        "copied": copies.copying(backward(ours, dense_ones), arguments, names),
+        "copied": copies.copying(backward(ours, dense_ones), arguments, dict.fromkeys(names, copies.copied)),
     }
     return {
         "seqlen": seqlen, "kind": kind, "names": names,

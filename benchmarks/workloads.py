@@ -22,7 +22,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import side_by_side
 
 from fa2tune.bench.oracle import reference, tile_error
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
-from fa2tune.spec.problem import Problem
+from fa2tune.spec.problem import QUERIES_FIRST, Problem
 
 TOLERANCE = 0.02  #: of ``tile_error``, bf16
 FEW_QUERIES = 16  #: calls of at most so many queries are reported apart: decoding
@@ -231,6 +231,11 @@ def posed(problem: Problem, device: str = "cuda") -> tuple[Any, ...]:
     if problem.seqlen_q <= FEW_QUERIES:
         del done["bwd"]
     return (q, k, v), do, lambda results: wrong(results, want, problem.group), done
+
+
+def as_called(problem: Problem) -> Problem:
+    """The same with what (batch, seqlen, heads, dim) tensors tell a call besides."""
+    return replace(problem, stacked=QUERIES_FIRST) if problem.heads_kv == 1 < problem.group else problem
 
 
 def measure(problem: Problem, peers: Mapping[str, side_by_side.Peer], device: str = "cuda") -> dict[str, Any]:

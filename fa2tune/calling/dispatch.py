@@ -8,6 +8,7 @@ the kernel's search space), and a log line says so once per key.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from fa2tune.calling import (
     varlen_schedules,
 )
 from fa2tune.calling.choosing import Chooser, choose_backward
-from fa2tune.calling.empty import NoKeys
+from fa2tune.calling.empty import NoKeys, Zeros
 from fa2tune.calling.kinds import PORTABLE_ROWS
 from fa2tune.calling.refusals import cannot_be_had, is_refusal, without_frames
 from fa2tune.calling.saved import check_saved, of_offsets
@@ -41,7 +42,6 @@ from fa2tune.launching.cuda import forget_packed, relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
 from fa2tune.launching.merged_heads import lies, lse_ordered
 from fa2tune.launching.passes import (
-    empty_ordered,
     float32_precision,
     in_one_batch,
     lse_of,
@@ -49,7 +49,7 @@ from fa2tune.launching.passes import (
 from fa2tune.logs import warn_once
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window
-from fa2tune.spec.problem import BACKWARD, FUSED, HEADS, SPLIT, STRATEGIES, Config
+from fa2tune.spec.problem import BACKWARD, FUSED, HEADS_FIRST, SPLIT, STRATEGIES, Config
 from fa2tune.spec.score import Score
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
@@ -279,8 +279,9 @@ def forward_plan(
         chooser = ours.of(passes.describe(q, k, v, mask, softmax_scale, score))
 
     def planned(chooser: Chooser, order: str) -> Planned:
-        seen = merging.as_one({"q": q, "k": k}, order)["q"]
+        seen = q
         if order:  # offsets may need 64 bits
+            seen = merging.as_one({"q": q, "k": k}, order)["q"]
             chooser = chooser.of(passes.describe(seen, k, v, chooser.problem.mask, softmax_scale, score))
 
         def make(choices: Mapping[str, Choice], may_split: bool = True) -> Any:
@@ -357,67 +358,67 @@ def backward(
             dlse.data_ptr()  # raises for one that batches others, as do's above
         check_saved(q, k, v, o, lse, do, extent, offsets)
         saved, lse_order = (q, k, v, o, lse), merging.order_of_lse(lse)
-        in_rows = tuple(t if (lse_order if t is lse else t.stride(-1) == 1) else t.contiguous() for t in saved)
-        if any(new is not old for new, old in zip(in_rows, saved, strict=True)):
+        in_rows = [t if (lse_order if t is lse else t.stride(-1) == 1) else t.contiguous() for t in saved]
+        if any(map(operator.is_not, in_rows, saved)):
             q, k, v, o, lse = in_rows
             return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale, deterministic, score, extent, offsets)
-        problem = passes.describe(q, k, v, mask, softmax_scale, score, extent, o=o, do=do)
-        if problem.is_empty:
-            dq, dk, dv = (empty_ordered(t, t.shape[3]).zero_() for t in (q, k, v))
-            return dq, dk, dv
-        gpu, tensors, names = gpu_of(q.get_device()), {"do": do, "q": q, "k": k, "v": v, "o": o}, tuple[str, ...]()
-        if rows := unseen.filled_in(problem, gpu, BACKWARD):
-            others = partial(backward, mask=mask, softmax_scale=softmax_scale, deterministic=deterministic, score=score)
-            around = unseen.Backward(rows, others)
-            _remember(BACKWARD_PLANS, key, around)
-            return around(do, dlse, q, k, v, o, lse)
-        chooser = Chooser(problem, gpu)
-        found = () if problem.tma else copies.unaddressable(tensors)
-        if found and (ours := with_copies(chooser, found, BACKWARD, deterministic)):
-            names = found
-            tensors = {name: copies.like(one) if name in names else one for name, one in tensors.items()}
-            new_q, new_k, new_v, new_o, new_do = (tensors[name] for name in ("q", "k", "v", "o", "do"))
-            chooser = ours.of(
-                passes.describe(new_q, new_k, new_v, mask, softmax_scale, score, extent, o=new_o, do=new_do)
-            )
-        own: dict[str, Any] = {"dlse": dlse, **tensors}
-
-        def planned(chooser: Chooser, order: str) -> Planned:
-            copied: dict[str, copies.Copy] = dict.fromkeys(names, copies.copied)
-            if lse_order != (wanted := order or HEADS):
-                copied["lse"] = partial(lse_ordered, order=wanted)
-            given = own
-            if order and dlse is not None and not lies(dlse, order):
-                copied["dlse"] = partial(lse_ordered, order=order)
-                given = {**own, "dlse": lse_ordered(dlse, order)}
-            given = merging.as_one(given, order)
-            if order:  # offsets may need 64 bits
-                seen = {name: given[name] for name in tensors}
-                posed = passes.describe(mask=chooser.problem.mask, softmax_scale=softmax_scale, score=score, **seen)
-                chooser = chooser.of(posed)
-
-            def make(strategy: str, choices: Mapping[str, Choice], may_split: bool = True) -> Any:
-                asked = {"softmax_scale": softmax_scale, **given}
-                plan = backward_plans.backward_plan(chooser.problem, strategy, choices, gpu, asked, may_split)
-                if order:
-                    merging.giving_backward(plan, tensors, order)
-                return copies.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), copied)
-
-            try:
-                with uncollected():
-                    return _backward_plan(chooser, deterministic, make), True
-            except CaptureMiss:  # as in ``forward_plan``
-                whole = partial(make, may_split=False)
-                try:
-                    with uncollected():
-                        return _backward_plan(chooser, deterministic, whole, own=True), False
-                except CaptureMiss as miss:
-                    if order:
-                        raise
-                    return _plan_in_capture(miss, chooser, STRATEGIES[SPLIT], partial(whole, SPLIT)), False
-
-        one_head = merging.merging(chooser, BACKWARD, deterministic, lse_order)
-        plan, lasting = _of_one_head_or_all(chooser, BACKWARD, one_head, planned)
+        tensors = {"do": do, "q": q, "k": k, "v": v, "o": o}
+        plan, lasting = _new_backward(tensors, dlse, lse_order, mask, softmax_scale, deterministic, score, extent)
         if lasting:
             _remember(BACKWARD_PLANS, key, plan)
     return plan(do, dlse, q, k, v, o, lse, *offsets)
+
+
+def _new_backward(
+    given: Mapping[str, torch.Tensor], dlse: torch.Tensor | None, lse: str, mask: Mask, softmax_scale: float,
+    deterministic: bool, score: Score, extent: Extent,
+) -> Planned:  # fmt: skip
+    """The plan of a backward of (batch, heads, seqlen, dim) tensors: do, q, k, v and o; ``lse``: how its rows lie."""
+    posed = partial(passes.describe, mask=mask, softmax_scale=softmax_scale, score=score)
+    problem = posed(**given, extent=extent)
+    if problem.is_empty:
+        return Zeros(), True
+    gpu, names, tensors = gpu_of(given["q"].get_device()), tuple[str, ...](), dict(given)
+    if rows := unseen.filled_in(problem, gpu, BACKWARD):
+        others = partial(backward, mask=mask, softmax_scale=softmax_scale, deterministic=deterministic, score=score)
+        return unseen.Backward(rows, others), True
+    chooser = Chooser(problem, gpu)
+    found = () if problem.tma else copies.unaddressable(tensors)
+    if found and (ours := with_copies(chooser, found, BACKWARD, deterministic)):
+        names = found
+        tensors = {name: copies.like(one) if name in names else one for name, one in tensors.items()}
+        chooser = ours.of(posed(**tensors, extent=extent))
+
+    def planned(chooser: Chooser, order: str) -> Planned:
+        copied: dict[str, copies.Copy] = dict.fromkeys(names, copies.copied)
+        if lse != (wanted := order or HEADS_FIRST):
+            copied["lse"] = partial(lse_ordered, order=wanted)
+        asked: dict[str, Any] = {"softmax_scale": softmax_scale, "dlse": dlse, **tensors}
+        if order:
+            if dlse is not None and not lies(dlse, order):
+                copied["dlse"] = partial(lse_ordered, order=order)
+                asked["dlse"] = lse_ordered(dlse, order)
+            asked = merging.as_one(asked, order)
+            seen = {name: asked[name] for name in tensors}
+            chooser = chooser.of(posed(**seen, mask=chooser.problem.mask))  # offsets may need 64 bits
+
+        def make(strategy: str, choices: Mapping[str, Choice], may_split: bool = True) -> Any:
+            plan = backward_plans.backward_plan(chooser.problem, strategy, choices, gpu, asked, may_split)
+            if order:
+                merging.giving_backward(plan, tensors, order)
+            return copies.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), copied)
+
+        try:
+            with uncollected():
+                return _backward_plan(chooser, deterministic, make), True
+        except CaptureMiss:  # as in ``forward_plan``
+            whole = partial(make, may_split=False)
+            try:
+                with uncollected():
+                    return _backward_plan(chooser, deterministic, whole, own=True), False
+            except CaptureMiss as miss:
+                if order:
+                    raise
+                return _plan_in_capture(miss, chooser, STRATEGIES[SPLIT], partial(whole, SPLIT)), False
+
+    return _of_one_head_or_all(chooser, BACKWARD, merging.merging(chooser, BACKWARD, deterministic, lse), planned)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fa2tune.launching.passes import empty_ordered, in_one_batch, lse_of, lse_shape, without_batch
@@ -9,7 +11,7 @@ from fa2tune.spec.problem import Problem
 
 
 class NoKeys:
-    """The forward without a single (query, key) pair: zeros, and -inf for lse; and its backward, all zero."""
+    """The forward without a single (query, key) pair: zeros, and -inf for lse."""
 
     by_address = False
 
@@ -26,3 +28,19 @@ class NoKeys:
         lse_of(lse).fill_(float("-inf"))
         o = empty_ordered(q, v.shape[-1]).zero_()
         return without_batch(o) if ragged else o, lse
+
+
+class Zeros:
+    """The backward without a single pair."""
+
+    def __call__(
+        self,
+        do: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dq, dk, dv = (empty_ordered(tensor, tensor.shape[3]).zero_() for tensor in (q, k, v))
+        return dq, dk, dv

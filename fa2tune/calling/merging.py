@@ -21,7 +21,7 @@ from fa2tune.launching.merged_heads import lse_ordered, merged, view
 from fa2tune.launching.passes import BackwardPlan, ForwardPlan, empty_ordered, lse_shape, without_memory
 from fa2tune.launching.stored_ds import StoredDsPlan
 from fa2tune.launching.whole_backward import WholePlan
-from fa2tune.spec.problem import BACKWARD, HEADS, QUERIES, Problem
+from fa2tune.spec.problem import BACKWARD, HEADS_FIRST, QUERIES_FIRST, Problem
 from fa2tune.spec.roles import BWD_ONE_TILE
 
 #: One head must be predicted to be faster by this share, in a backward by the second: not timed yet. By so many microseconds
@@ -83,11 +83,15 @@ def backward_us(chooser: Chooser, deterministic: bool) -> float | None:
     return one_tile_schedule.otherwise_us(problem, choices, divided.parts, divided.order, gpu)
 
 
-def merging(chooser: Chooser, pass_: str, deterministic: bool = False, lse: str = HEADS) -> Chooser | None:
+def merging(chooser: Chooser, pass_: str, deterministic: bool = False, lse: str = HEADS_FIRST) -> Chooser | None:
     """What chooses for a pass ("fwd", "bwd") whose query heads are taken as one; None: they are not. ``chooser``: of the call
     as it is; ``lse``: how its rows lie in memory (``order_of_lse``)."""
     problem = chooser.problem
-    if not asked(problem, chooser.gpu.arch) or (pass_ != BACKWARD and problem.seqlen_q < LEAST_QUERIES):
+    if (
+        not problem.stacked
+        or not asked(problem, chooser.gpu.arch)
+        or (pass_ != BACKWARD and problem.seqlen_q < LEAST_QUERIES)
+    ):
         return None
     ours = chooser.of(merged(problem))
     return ours if _place(ours, pass_) not in _REFUSED and pays(chooser, ours, pass_, deterministic, lse) else None
@@ -100,29 +104,28 @@ def pays(chooser: Chooser, ours: Chooser, pass_: str, deterministic: bool, lse: 
         if then >= (1 - MARGIN) * now:
             return False
         # else a backward of heads one by one would have lse put in order
-        free = chooser.problem.stacked == HEADS or now - then > LSE_US
-        return free or merging(chooser, BACKWARD, deterministic, QUERIES) is not None
+        free = chooser.problem.stacked == HEADS_FIRST or now - then > LSE_US
+        return free or merging(chooser, BACKWARD, deterministic, QUERIES_FIRST) is not None
     before, after = backward_us(chooser, deterministic), backward_us(ours, deterministic)
     if before is None or after is None:
         return False
-    before += LSE_US if lse == QUERIES else 0.0
+    before += LSE_US if lse == QUERIES_FIRST else 0.0
     after += LSE_US if lse != chooser.problem.stacked else 0.0
     return after < (1 - BACKWARD_MARGIN) * before
 
 
 def order_of_lse(lse: torch.Tensor) -> str:
-    """How rows of lse lie in memory: HEADS, QUERIES; "": otherwise."""
+    """How rows of lse lie in memory: HEADS_FIRST, QUERIES_FIRST; "": otherwise."""
     if lse.is_contiguous():
-        return HEADS
-    return QUERIES if lse.dim() == 3 and lse.transpose(1, 2).is_contiguous() else ""
+        return HEADS_FIRST
+    return QUERIES_FIRST if lse.dim() == 3 and lse.transpose(1, 2).is_contiguous() else ""
 
 
 def as_one(tensors: Mapping[str, torch.Tensor | None], order: str) -> dict[str, Any]:
     """(batch, heads, seqlen, ...) tensors by name, k among them: those with query heads as of one head a key head, the same
-    memory; "": themselves."""
+    memory."""
     k = tensors["k"]
-    if not order or k is None:
-        return dict(tensors)
+    assert k is not None
     of_queries = ("do", "dlse", "q", "o")
     return {
         name: view(one, k.shape[1], order) if name in of_queries and one is not None else one

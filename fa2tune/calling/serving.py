@@ -41,7 +41,7 @@ from fa2tune.rows import lookup, reader
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.key import TuningKey, unmeasured
 from fa2tune.spec.mask import Mask, Window, mask_of
-from fa2tune.spec.problem import BACKWARD, FUSED, HEADS, SPLIT, STRATEGIES, Config, Problem
+from fa2tune.spec.problem import BACKWARD, FUSED, HEADS_FIRST, SPLIT, STRATEGIES, Config, Problem
 from fa2tune.spec.roles import BWD_ONE_TILE
 from fa2tune.spec.score import Score, score_of
 from fa2tune.spec.variant import Variant, implementation_of
@@ -57,7 +57,7 @@ def explain_problem(
     """How a problem is served on a GPU. ``which``: "fwd", "bwd" or both; ``among``: None for the layers of this process;
     ``strided``: the tensors that TMA cannot address, where ``problem.tma`` says that there are any."""
     kernels: list[Served] = []
-    whole, lse = Chooser(problem, gpu, among), HEADS
+    whole, lse = Chooser(problem, gpu, among), HEADS_FIRST
     for pass_ in ("fwd", BACKWARD):
         if pass_ in which:
             rows = unseen.filled_in(problem, gpu, pass_)

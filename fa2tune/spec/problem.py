@@ -26,7 +26,7 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
 
 #: How rows of the query heads of a key head lie, where at one stride: one head after the other, or one query after the other.
-HEADS, QUERIES = "heads", "queries"
+HEADS_FIRST, QUERIES_FIRST = "heads first", "queries first"
 
 #: Sequence-length buckets a winner is filed under: the lengths of the FlashAttention-2 paper, section 4.1.
 BUCKETS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -122,7 +122,7 @@ class Problem:
     tma: bool = True  #: descriptors can address every tensor read: aligned, and no row stride of 0
     extent: Extent = WHOLE  #: of a ragged call batch is 1, and the lengths are those of all its sequences together
     #: Of a dense call of grouped heads, how rows of the query heads of a key head lie in q, and in a backward in o and do:
-    #: HEADS, QUERIES, or "", not at one stride.
+    #: HEADS_FIRST, QUERIES_FIRST, or "", not at one stride.
     stacked: str = ""
 
     @property

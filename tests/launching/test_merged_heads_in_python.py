@@ -31,11 +31,11 @@ from fa2tune.compiling.compiler import CompileError
 from fa2tune.launching import merged_heads, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
-from fa2tune.spec.problem import HEADS, QUERIES, Problem
+from fa2tune.spec.problem import HEADS_FIRST, QUERIES_FIRST, Problem
 from fa2tune.spec.score import Score
 
 #: Names of the orders in which rows lie in memory.
-LAYOUTS = {"bhsd": HEADS, "bshd": QUERIES}
+LAYOUTS = {"bhsd": HEADS_FIRST, "bshd": QUERIES_FIRST}
 
 
 @pytest.fixture(autouse=True)
@@ -202,13 +202,13 @@ def test_rows_at_no_stride_of_their_own(gpu: PublicGpu, seen: list[str]) -> None
     "changed", [{"dtype": "fp32"}, {"mask": CAUSAL}, {"score": Score("softcap", 20.0)}, {"tma": False}, {"stacked": ""}]
 )
 def test_what_it_is_not_for(changed: dict[str, Any]) -> None:
-    problem = Problem("bf16", 1, 4, 2, 77, 200, 64, 64, FULL, stacked=HEADS)
+    problem = Problem("bf16", 1, 4, 2, 77, 200, 64, 64, FULL, stacked=HEADS_FIRST)
     assert merging.asked(problem, 90) and not merging.asked(problem, 80)
     assert not merging.asked(replace(problem, **changed), 90)
 
 
 def test_rows_of_a_query_one_after_the_other_may_be_causal() -> None:
-    problem = Problem("bf16", 1, 4, 1, 77, 200, 64, 64, CAUSAL, stacked=QUERIES)
+    problem = Problem("bf16", 1, 4, 1, 77, 200, 64, 64, CAUSAL, stacked=QUERIES_FIRST)
     one = merged_heads.merged(problem)
     assert (one.mask, one.seqlen_q, one.group) == (Mask("causal_stacked", 4), 308, 1)
     assert merging.asked(problem, 90) and one.mask.pairs(308, 200) == 4 * CAUSAL.pairs(77, 200)
@@ -241,9 +241,9 @@ def test_a_view_has_the_same_rows() -> None:
             whole = torch.arange(2 * 3 * rows * 8.0).view(2, 3, rows, 8)
             tensor = whole if layout == "bhsd" else whole.transpose(1, 2).contiguous().transpose(1, 2)
             found = merged_heads.stacked([tensor], 1)
-            assert found == (HEADS if rows == 1 else order)
+            assert found == (HEADS_FIRST if rows == 1 else order)
             one = merged_heads.view(tensor, 1, found)
             assert one.shape == (2, 1, 3 * rows, 8) and one.data_ptr() == tensor.data_ptr()
-            wanted = tensor if order == HEADS else tensor.transpose(1, 2)
+            wanted = tensor if order == HEADS_FIRST else tensor.transpose(1, 2)
             assert torch.equal(one.reshape(2, -1), wanted.reshape(2, -1))
             assert passes.empty_ordered(tensor, 8).stride()[0] == one.stride()[0]

@@ -14,7 +14,7 @@ from public_gpu import PublicGpu, public_gpu
 
 import fa2tune
 from fa2tune import logs
-from fa2tune.calling import copies, dispatch, unseen
+from fa2tune.calling import copies, dispatch, merging, unseen
 from fa2tune.calling.schedules import (
     grouped_schedule,
     one_tile_schedule,
@@ -213,7 +213,8 @@ def test_a_backward_of_one_kernel(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of several heads are expected to pay wherever they can be had."""
+    """Tiles of several heads are expected to pay wherever they can be had, and one head of more queries nowhere."""
+    monkeypatch.setattr(merging, "pays", lambda *asked: False)
     monkeypatch.setattr(grouped_schedule, "_margin", lambda problem: -math.inf)
 
 
