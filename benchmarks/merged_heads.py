@@ -30,7 +30,7 @@ from fa2tune.calling.choosing import Chooser
 from fa2tune.gpus import Gpu
 from fa2tune.launching.merged_heads import merged
 from fa2tune.spec.mask import CAUSAL, FULL
-from fa2tune.spec.problem import BACKWARD, Problem
+from fa2tune.spec.problem import BACKWARD, HEADS_FIRST, QUERIES_FIRST, Problem
 
 ONE_BY_ONE = "one by one"
 SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
@@ -95,6 +95,27 @@ def ratios(calls: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             yield f"{pass_}: {len(gains)} calls, {mean:.3f} of the time in the geometric mean; predictions {off:.3f} off"
 
 
+def chosen(problem: Problem, gpu: Gpu) -> tuple[str, ...]:
+    """The passes that take it."""
+    chooser, lse, found = Chooser(workloads.as_called(problem), gpu), HEADS_FIRST, []
+    for pass_ in ("fwd", BACKWARD):
+        if merging.merging(chooser, pass_, lse=lse) is not None:
+            found.append(pass_)
+            lse = QUERIES_FIRST
+    return tuple(found)
+
+
+def expectations(problems: Iterable[Problem], gpu: Gpu) -> Iterator[str]:
+    """How many calls take it, and what they are expected to gain, in a line for each pass."""
+    calls = [(chosen(problem, gpu), predicted(problem, gpu)) for problem in problems]
+    for pass_ in ("fwd", BACKWARD):
+        us = [expected[pass_] for taken, expected in calls if pass_ in taken]
+        gains = [math.log((one[side_by_side.SUBJECT] or 1.0) / (one[ONE_BY_ONE] or 1.0)) for one in us]
+        if gains:
+            mean = math.exp(statistics.fmean(gains))
+            yield f"{pass_}: {len(gains)} of {len(calls)} take it, {mean:.3f} of the time in the geometric mean"
+
+
 def line(name: str, call: Mapping[str, Any]) -> str:
     said = []
     for pass_ in ("fwd", BACKWARD):
@@ -125,6 +146,7 @@ def main(
     if listed:
         for name, problem in problems.items():
             click.echo(f"{name}: {predicted(problem, gpu)}")
+        click.echo("\n".join(expectations(problems.values(), gpu)))
         return
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
     expected = {name: predicted(problem, gpu) for name, problem in problems.items()}

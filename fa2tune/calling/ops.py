@@ -101,7 +101,8 @@ def attention(
             with its values.
 
     Returns:
-        The output, shape of q with head_dim_v, dtype of q; with return_lse also lse, (batch, heads_q, seqlen_q) float32.
+        The output, shape of q with head_dim_v, dtype of q; with return_lse also lse, (batch, heads_q, seqlen_q) float32, which
+        may be a transposed view.
 
     Raises:
         TypeError: q, k or v is missing or no dense tensor, or its dtype is not supported or differs from q's; causal or

@@ -67,7 +67,7 @@ def test_more_tiles_than_multiprocessors_hold():
     checked(Problem("bf16", 40, 24, 4, 100, 257, 128, 128, FULL), 2)
 
 
-def tensors(batch=10, heads=(84, 1), queries=66, keys=66, dim=56, dtype=torch.bfloat16):
+def tensors(batch=10, heads=(84, 2), queries=66, keys=66, dim=56, dtype=torch.bfloat16):
     q = torch.randn(batch, queries, heads[0], dim, device="cuda", dtype=dtype).transpose(1, 2)
     k, v = (torch.randn(batch, keys, heads[1], dim, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(2))
     return q, k, v
