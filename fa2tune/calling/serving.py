@@ -69,7 +69,7 @@ def explain_problem(
                 chooser, lse = one_head, problem.stacked if pass_ == "fwd" else lse
             found = [_served(chooser, "fwd")] if pass_ == "fwd" else _served_backward(chooser, deterministic)
             heads = problem.group if one_head else 0
-            kernels += [replace(one, copied=copied, filled_in=rows, merged=heads) for one in found]
+            kernels += [replace(one, copied=copied, filled_in=rows, merged=heads, mask=problem.mask) for one in found]
     return Explanation(problem, gpu, whole.node.triton, tuple(kernels), present)
 
 

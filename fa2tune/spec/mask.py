@@ -58,7 +58,8 @@ class Mask:
     @property
     def kind(self) -> str:
         """For people, without values: "a window", "the mask chunked"."""
-        return "a window" if self.name == BAND else f"the mask {self.name}"
+        named = {BAND: "a window", STACKED: "query heads as one"}
+        return named.get(self.name, f"the mask {self.name}")
 
     @property
     def hooks(self) -> maskfile.MaskHooks:
