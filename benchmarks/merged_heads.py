@@ -30,7 +30,7 @@ from fa2tune.calling.choosing import Chooser
 from fa2tune.gpus import Gpu
 from fa2tune.launching.merged_heads import merged
 from fa2tune.spec.mask import CAUSAL, FULL
-from fa2tune.spec.problem import BACKWARD, HEADS_FIRST, QUERIES_FIRST, Problem
+from fa2tune.spec.problem import BACKWARD, Problem
 
 ONE_BY_ONE = "one by one"
 SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
@@ -91,18 +91,15 @@ def ratios(calls: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
                 if None not in said.values():
                     errors.append(gains[-1] - math.log(said[side_by_side.SUBJECT] / said[ONE_BY_ONE]))
         if gains:
-            mean, off = math.exp(statistics.fmean(gains)), math.sqrt(statistics.fmean(one * one for one in errors))
+            mean = math.exp(statistics.fmean(gains))
+            off = math.sqrt(statistics.fmean(one * one for one in errors)) if errors else math.nan
             yield f"{pass_}: {len(gains)} calls, {mean:.3f} of the time in the geometric mean; predictions {off:.3f} off"
 
 
 def chosen(problem: Problem, gpu: Gpu) -> tuple[str, ...]:
     """The passes that take it."""
-    chooser, lse, found = Chooser(workloads.as_called(problem), gpu), HEADS_FIRST, []
-    for pass_ in ("fwd", BACKWARD):
-        if merging.merging(chooser, pass_, lse=lse) is not None:
-            found.append(pass_)
-            lse = QUERIES_FIRST
-    return tuple(found)
+    chooser = Chooser(workloads.as_called(problem), gpu)
+    return tuple(pass_ for pass_ in ("fwd", BACKWARD) if merging.merging(chooser, pass_) is not None)
 
 
 def expectations(problems: Iterable[Problem], gpu: Gpu) -> Iterator[str]:

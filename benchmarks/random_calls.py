@@ -34,7 +34,7 @@ from fa2tune.compiling.support import companion
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
 from fa2tune.spec.mask import CAUSAL, FULL
-from fa2tune.spec.problem import BACKWARD, HEADS_FIRST, ITEMSIZE, SPLIT, STRATEGIES, Config, Problem
+from fa2tune.spec.problem import BACKWARD, ITEMSIZE, SPLIT, STRATEGIES, Config, Problem
 
 #: Bytes of all tensors of a backward, and time of both passes at 250 TFLOP/s.
 MOST_BYTES, MOST_MS, ASSUMED_TFLOPS = 8 << 30, 20.0, 250.0
@@ -151,13 +151,12 @@ def served(problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
     """By pass, what serves: the config and parts of groups of each kernel that is chosen, the queries that are filled in, the
     order in which both kernels of a split backward run at a time, if they do, and whether query heads are taken as one.
     A model of times is fitted to what ran."""
-    whole, found, lse = Chooser(workloads.as_called(problem), gpu), dict[str, dict[str, Any]](), HEADS_FIRST
+    whole, found = Chooser(workloads.as_called(problem), gpu), dict[str, dict[str, Any]]()
     for pass_ in ("fwd", BACKWARD):
         rows = unseen.filled_in(problem, gpu, pass_)
         chooser = whole.of(unseen.behind(whole.problem, rows))
-        one_head = merging.merging(chooser, pass_, lse=lse)
-        if one_head is not None:
-            chooser, lse = one_head, whole.problem.stacked
+        one_head = merging.merging(chooser, pass_)
+        chooser = one_head or chooser
         kernels = {}
         choices = {"fwd": chooser.choose("fwd")} if pass_ == "fwd" else choose_backward(chooser, False)[1]
         divided = backward_plans.division(chooser.problem, choices, gpu)

@@ -40,7 +40,6 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching import passes, ported
 from fa2tune.launching.cuda import forget_packed, relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
-from fa2tune.launching.merged_heads import lies, lse_ordered
 from fa2tune.launching.passes import (
     float32_precision,
     in_one_batch,
@@ -49,7 +48,7 @@ from fa2tune.launching.passes import (
 from fa2tune.logs import warn_once
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window
-from fa2tune.spec.problem import BACKWARD, FUSED, HEADS_FIRST, SPLIT, STRATEGIES, Config
+from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config
 from fa2tune.spec.score import Score
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
@@ -118,10 +117,11 @@ Planned = tuple[Any, bool]  #: a plan, and whether calls after a CUDA graph's ca
 Make = Callable[[Mapping[str, Choice]], Made]
 
 
-def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made]) -> Made:
+def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made], rows_alone: bool = False) -> Made:
     """Make the plan of the first choice. Where its config does not compile or load here, the row's own is tried, then the best
     portable row, then the default configs, at last one in small tiles, and the log says so; the row's own, too, where there is
-    nothing to compile another form of it with. CaptureMiss: a kernel is not loaded yet, and a CUDA graph is being captured."""
+    nothing to compile another form of it with. CaptureMiss: a kernel is not loaded yet, and a CUDA graph is being captured.
+    ``rows_alone``: after the row's own nothing is tried."""
     ladder: tuple[tuple[str, Callable[[str], Choice]], ...] = (
         ("", first.__getitem__),
         ("the row's own config", lambda kernel: first[kernel].of_row),
@@ -133,7 +133,7 @@ def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made]) -> Ma
     failure: BaseException | None = None
     tried: list[dict[str, tuple[Config, str]]] = []
     formed = any(choice.otherwise is not None for choice in first.values())
-    for name, chosen in ladder:
+    for name, chosen in ladder[:2] if rows_alone else ladder:
         choices = {kernel: chosen(kernel) for kernel in first}
         asked = {kernel: (choice.config, choice.triton) for kernel, choice in choices.items()}
         if asked in tried:
@@ -162,10 +162,12 @@ def _of_rows(choices: Mapping[str, Choice]) -> dict[str, Choice]:
 
 
 def _backward_plan(
-    chooser: Chooser, deterministic: bool, make: Callable[[str, Mapping[str, Choice]], Made], own: bool = False
-) -> Made:
+    chooser: Chooser, deterministic: bool, make: Callable[[str, Mapping[str, Choice]], Made], own: bool = False,
+    rows_alone: bool = False,
+) -> Made:  # fmt: skip
     """``_plan`` of a whole backward. A deterministic fused one that does not compile or load here, or that there is nothing to
-    compile with, gives way to the split one: no other fused kernel is deterministic. ``own``: with the rows' own configs."""
+    compile with, gives way to the split one: no other fused kernel is deterministic. ``own``: with the rows' own configs;
+    ``rows_alone``: as ``_plan`` has it."""
     strategy, choices = choose_backward(chooser, deterministic)
     if deterministic and strategy == FUSED:
         try:
@@ -179,7 +181,7 @@ def _backward_plan(
             SERVED.update(forward_plans.steps(plan, choices))
             return plan
         strategy, choices = choose_backward(chooser, deterministic, in_order=False)
-    return _plan(chooser, _of_rows(choices) if own else choices, partial(make, strategy))
+    return _plan(chooser, _of_rows(choices) if own else choices, partial(make, strategy), rows_alone)
 
 
 def _plan_in_capture(miss: CaptureMiss, chooser: Chooser, kernels: Sequence[str], make: Make[Made]) -> Made:
@@ -295,12 +297,12 @@ def forward_plan(
         first = {"fwd": chooser.choose("fwd")}
         try:
             with uncollected():
-                return _plan(chooser, first, make), True
+                return _plan(chooser, first, make, bool(order)), True
         except CaptureMiss:  # a warm-up call of another batch may have loaded the tuned kernel alone
             whole = partial(make, may_split=False)
             try:
                 with uncollected():
-                    return _plan(chooser, _of_rows(first), whole), False
+                    return _plan(chooser, _of_rows(first), whole, bool(order)), False
             except CaptureMiss as miss:
                 if order:
                     raise
@@ -390,32 +392,26 @@ def _new_backward(
         chooser = ours.of(posed(**tensors, extent=extent))
 
     def planned(chooser: Chooser, order: str) -> Planned:
-        copied: dict[str, copies.Copy] = dict.fromkeys(names, copies.copied)
-        if lse != (wanted := order or HEADS_FIRST):
-            copied["lse"] = partial(lse_ordered, order=wanted)
-        asked: dict[str, Any] = {"softmax_scale": softmax_scale, "dlse": dlse, **tensors}
-        if order:
-            if dlse is not None and not lies(dlse, order):
-                copied["dlse"] = partial(lse_ordered, order=order)
-                asked["dlse"] = lse_ordered(dlse, order)
-            asked = merging.as_one(asked, order)
-            seen = {name: asked[name] for name in tensors}
-            chooser = chooser.of(posed(**seen, mask=chooser.problem.mask))  # offsets may need 64 bits
+        asked, ordered = merging.as_read({"dlse": dlse, **tensors}, lse, order)
+        copied = {**dict.fromkeys(names, copies.copied), **ordered}
+        if order:  # offsets may need 64 bits
+            chooser = chooser.of(posed(**{name: asked[name] for name in tensors}, mask=chooser.problem.mask))
 
         def make(strategy: str, choices: Mapping[str, Choice], may_split: bool = True) -> Any:
-            plan = backward_plans.backward_plan(chooser.problem, strategy, choices, gpu, asked, may_split)
+            call = {"softmax_scale": softmax_scale, **asked}
+            plan = backward_plans.backward_plan(chooser.problem, strategy, choices, gpu, call, may_split)
             if order:
                 merging.giving_backward(plan, tensors, order)
             return copies.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), copied)
 
         try:
             with uncollected():
-                return _backward_plan(chooser, deterministic, make), True
+                return _backward_plan(chooser, deterministic, make, rows_alone=bool(order)), True
         except CaptureMiss:  # as in ``forward_plan``
             whole = partial(make, may_split=False)
             try:
                 with uncollected():
-                    return _backward_plan(chooser, deterministic, whole, own=True), False
+                    return _backward_plan(chooser, deterministic, whole, True, bool(order)), False
             except CaptureMiss as miss:
                 if order:
                     raise

@@ -42,5 +42,7 @@ class Zeros:
         v: torch.Tensor,
         *others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if q.dim() == 3:  # packed: gradients have one batch entry, as those of other packed calls
+            q, k, v = (in_one_batch(tensor) for tensor in (q, k, v))
         dq, dk, dv = (empty_ordered(tensor, tensor.shape[3]).zero_() for tensor in (q, k, v))
         return dq, dk, dv

@@ -8,16 +8,18 @@ heads a key head there are 18 such tiles where their 1386 rows fill 11. Both are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from fa2tune.calling import backward_plans, forward_plans
 from fa2tune.calling.choosing import Chooser, choose_backward
+from fa2tune.calling.copies import Copy
 from fa2tune.calling.schedules import grouped_schedule, key_splits_schedule, one_tile_schedule, stored_ds_schedule
 from fa2tune.launching import merged_heads
 from fa2tune.launching.key_splits import SplitPlan, is_grouped
-from fa2tune.launching.merged_heads import lse_ordered, merged, view
+from fa2tune.launching.merged_heads import lies, lse_ordered, merged, view
 from fa2tune.launching.passes import BackwardPlan, ForwardPlan, empty_ordered, lse_shape, without_memory
 from fa2tune.launching.stored_ds import StoredDsPlan
 from fa2tune.launching.whole_backward import WholePlan
@@ -83,9 +85,10 @@ def backward_us(chooser: Chooser, deterministic: bool) -> float | None:
     return one_tile_schedule.otherwise_us(problem, choices, divided.parts, divided.order, gpu)
 
 
-def merging(chooser: Chooser, pass_: str, deterministic: bool = False, lse: str = HEADS_FIRST) -> Chooser | None:
+def merging(chooser: Chooser, pass_: str, deterministic: bool = False, lse: str | None = None) -> Chooser | None:
     """What chooses for a pass ("fwd", "bwd") whose query heads are taken as one; None: they are not. ``chooser``: of the call
-    as it is; ``lse``: how its rows lie in memory (``order_of_lse``)."""
+    as it is; ``deterministic``: of a backward; ``lse``: how its rows lie in memory (``order_of_lse``), None: as the forward of
+    such a call leaves them."""
     problem = chooser.problem
     if (
         not problem.stacked
@@ -93,6 +96,9 @@ def merging(chooser: Chooser, pass_: str, deterministic: bool = False, lse: str 
         or (pass_ != BACKWARD and problem.seqlen_q < LEAST_QUERIES)
     ):
         return None
+    if lse is None:
+        as_one = pass_ == BACKWARD and merging(chooser, "fwd") is not None
+        lse = problem.stacked if as_one else HEADS_FIRST
     ours = chooser.of(merged(problem))
     return ours if _place(ours, pass_) not in _REFUSED and pays(chooser, ours, pass_, deterministic, lse) else None
 
@@ -105,7 +111,7 @@ def pays(chooser: Chooser, ours: Chooser, pass_: str, deterministic: bool, lse: 
             return False
         # else a backward of heads one by one would have lse put in order
         free = chooser.problem.stacked == HEADS_FIRST or now - then > LSE_US
-        return free or merging(chooser, BACKWARD, deterministic, QUERIES_FIRST) is not None
+        return free or merging(chooser, BACKWARD, lse=QUERIES_FIRST) is not None
     before, after = backward_us(chooser, deterministic), backward_us(ours, deterministic)
     if before is None or after is None:
         return False
@@ -131,6 +137,21 @@ def as_one(tensors: Mapping[str, torch.Tensor | None], order: str) -> dict[str, 
         name: view(one, k.shape[1], order) if name in of_queries and one is not None else one
         for name, one in tensors.items()
     }
+
+
+def as_read(
+    tensors: Mapping[str, torch.Tensor | None], lse: str, order: str
+) -> tuple[dict[str, Any], dict[str, Copy]]:  # fmt: skip
+    """(A backward's tensors as its kernels read them, how those are copied that are copied first for it), by name.
+    ``tensors``: dlse, do, q, k, v and o; ``lse``: how its rows lie; ``order``: of the one head, "": there is none."""
+    asked, ordered, wanted = dict(tensors), dict[str, Copy](), order or HEADS_FIRST
+    if lse != wanted:
+        ordered["lse"] = partial(lse_ordered, order=wanted)
+    dlse = tensors["dlse"]
+    if order and dlse is not None and not lies(dlse, order):
+        ordered["dlse"] = partial(lse_ordered, order=order)
+        asked["dlse"] = lse_ordered(dlse, order)
+    return as_one(asked, order) if order else asked, ordered
 
 
 def giving_forward(plan: ForwardPlan | SplitPlan, problem: Problem, q: torch.Tensor, order: str) -> None:

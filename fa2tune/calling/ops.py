@@ -101,8 +101,8 @@ def attention(
             with its values.
 
     Returns:
-        The output, shape of q with head_dim_v, dtype of q; with return_lse also lse, (batch, heads_q, seqlen_q) float32, which
-        may be a transposed view.
+        The output, shape of q with head_dim_v, dtype of q; with return_lse also lse, (batch, heads_q, seqlen_q) float32,
+        contiguous.
 
     Raises:
         TypeError: q, k or v is missing or no dense tensor, or its dtype is not supported or differs from q's; causal or
@@ -141,7 +141,7 @@ def attention(
         o, lse = plan(q, k, v)
     if layout == "bshd":
         o = o.transpose(1, 2)
-    return (o, lse_of(lse)) if return_lse else o
+    return (o, lse_of(lse).contiguous()) if return_lse else o
 
 
 _NO_VMAP = f"attention: torch.vmap is not supported; {TRANSFORMS['torch.vmap']}"

@@ -41,7 +41,7 @@ from fa2tune.rows import lookup, reader
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.key import TuningKey, unmeasured
 from fa2tune.spec.mask import Mask, Window, mask_of
-from fa2tune.spec.problem import BACKWARD, FUSED, HEADS_FIRST, SPLIT, STRATEGIES, Config, Problem
+from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
 from fa2tune.spec.roles import BWD_ONE_TILE
 from fa2tune.spec.score import Score, score_of
 from fa2tune.spec.variant import Variant, implementation_of
@@ -57,20 +57,29 @@ def explain_problem(
     """How a problem is served on a GPU. ``which``: "fwd", "bwd" or both; ``among``: None for the layers of this process;
     ``strided``: the tensors that TMA cannot address, where ``problem.tma`` says that there are any."""
     kernels: list[Served] = []
-    whole, lse = Chooser(problem, gpu, among), HEADS_FIRST
+    whole = Chooser(problem, gpu, among)
     for pass_ in ("fwd", BACKWARD):
         if pass_ in which:
             rows = unseen.filled_in(problem, gpu, pass_)
             plain = whole.of(unseen.behind(problem, rows))
             ours = dispatch.with_copies(plain, strided, pass_, deterministic)
             chooser, copied = ours or plain, tuple(strided) if ours else ()
-            one_head = merging.merging(chooser, pass_, deterministic, lse)
-            if one_head is not None:
-                chooser, lse = one_head, problem.stacked if pass_ == "fwd" else lse
-            found = [_served(chooser, "fwd")] if pass_ == "fwd" else _served_backward(chooser, deterministic)
-            heads = problem.group if one_head else 0
-            kernels += [replace(one, copied=copied, filled_in=rows, merged=heads, mask=problem.mask) for one in found]
+            found = _served_pass(chooser, pass_, deterministic)
+            kernels += [replace(one, copied=copied, filled_in=rows, mask=problem.mask) for one in found]
     return Explanation(problem, gpu, whole.node.triton, tuple(kernels), present)
+
+
+def _served_pass(chooser: Chooser, pass_: str, deterministic: bool) -> list[Served]:
+    """The kernels of a pass; where those of one head a key head are not to be had, of heads one by one, as a call does."""
+
+    def served(chooser: Chooser) -> list[Served]:
+        return [_served(chooser, "fwd")] if pass_ == "fwd" else _served_backward(chooser, deterministic)
+
+    if (one_head := merging.merging(chooser, pass_, deterministic)) is not None:
+        found = served(one_head)
+        if not any(one.lacking for one in found):
+            return [replace(one, merged=chooser.problem.group) for one in found]
+    return served(chooser)
 
 
 def _key(chooser: Chooser, kernel: str, answer: lookup.Answer | None) -> TuningKey:

@@ -47,7 +47,7 @@ from fa2tune.rows.row import Row
 from fa2tune.spec import maskfile
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.key import TuningKey
-from fa2tune.spec.mask import CAUSAL, ROW_MASKS, band
+from fa2tune.spec.mask import CAUSAL, ROW_MASKS, STACKED, Mask, band
 from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, Config, Problem, Specialization
 from fa2tune.spec.variant import Variant
 
@@ -71,6 +71,7 @@ class Wanted:
     views: bool = False
     windows: bool = False  #: also for sliding windows
     packed: bool = False  #: also for sequences of their own lengths (attention_varlen)
+    one_key_head: bool = False  #: also for causal calls of one key head, whose query heads are taken as one
 
 
 def _keys(gpu: Gpu, layers: Iterable[Layer], wanted: Wanted) -> list[TuningKey]:
@@ -96,6 +97,8 @@ def _problems(key: TuningKey, wanted: Wanted) -> Iterator[Problem]:
     workload = key.workload()
     # of a size that takes this bucket's row (forward_schedule.of_like_work): all buckets together name every row
     windows = [band(key.bucket // 2, 0 if workload.mask == CAUSAL else None)] if wanted.windows else []
+    if wanted.one_key_head and workload.mask == CAUSAL:
+        yield replace(workload, mask=Mask(STACKED, 8))  # as many heads as there are: an argument of the kernel
     for problem in (replace(workload, mask=mask) for mask in (workload.mask, *windows)):
         yield replace(problem, seqlen_q=1)  # decoding, for which another binary may be better
         for one in [problem, _packed(problem)] if wanted.packed else [problem]:
@@ -180,7 +183,8 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
 def _for_few_tiles(problem: Problem, arch: int) -> Sequence[Config]:
     """Configs that calls of few tiles have in place of a row's."""
     if not problem.extent.ragged:
-        return few_tiles.configs(problem.specialization, arch) if problem.mask.measured else []
+        offered = problem.mask.measured or problem.mask.name == STACKED
+        return few_tiles.configs(problem.specialization, arch) if offered else []
     packed = packed_schedule.for_few_tiles(problem.specialization, arch)
     return [packed] if packed is not None and packed_schedule.covers_mask(problem) else []
 

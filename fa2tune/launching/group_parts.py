@@ -25,8 +25,9 @@ from fa2tune.spec.variant import Variant, Workspaces
 
 #: Kernels that make dK and dV, all query heads of a key head in one program.
 MAKE_DK_DV = ("bwd_dkdv", "bwd_fused")
-#: Numbers of parts of query blocks; of packed sequences the ones up to the second, as more were not timed.
-QUERY_COUNTS, MOST_OF_PACKED = (2, 3, 4, 6, 8, 12, 16, 24, 32), 8
+#: Numbers of parts of query blocks; up to the second of packed sequences, and of calls of less than so many times as many
+#: queries as keys, which were raced with no more.
+QUERY_COUNTS, MOST_RACED, MANY_QUERIES = (2, 3, 4, 6, 8, 12, 16, 24, 32), 8, 8
 #: Their tensors that are workspaces where groups are split, by the names of these.
 PARTS_OF = {name: f"{name}_parts" for name in ("k", "v", "dk", "dv")}
 
@@ -80,8 +81,8 @@ def query_counts(problem: Problem, arch: int) -> tuple[int, ...]:
     """Numbers of parts that query blocks can be split into: none, of grouped heads or where no kernel adds parts up."""
     if problem.group != 1 or not can(problem, arch, (BWD_GATHER,)):
         return ()
-    most = MOST_OF_PACKED if problem.extent.ragged else max(QUERY_COUNTS)
-    return tuple(n for n in QUERY_COUNTS if n <= most and _addressed(problem, n))
+    many = not problem.extent.ragged and problem.seqlen_q >= MANY_QUERIES * problem.seqlen_k
+    return tuple(n for n in QUERY_COUNTS if (many or n <= MOST_RACED) and _addressed(problem, n))
 
 
 def split(problem: Problem, parts: int) -> Problem:

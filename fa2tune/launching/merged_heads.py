@@ -1,4 +1,4 @@
-"""The query heads of a key head as one head of as many more queries, where no pair is masked: the same sums, by tiles whose
+"""The query heads of a key head as one head of as many more queries, without a mask, or causal: the same sums, by tiles whose
 rows may be of two heads, so that those of few queries are full. Nothing is copied: rows of several heads that lie at one stride
 are those of one.
 
@@ -43,9 +43,9 @@ def lies(tensor: torch.Tensor, order: str) -> bool:
     """Whether rows of the heads of (batch, heads, seqlen, ...) lie at one stride so, HEADS_FIRST or QUERIES_FIRST."""
     _, heads, rows = tensor.shape[:3]
     _, of_heads, of_rows = tensor.stride()[:3]
-    if order == HEADS_FIRST:
-        return rows == 1 or of_heads == rows * of_rows
-    return rows == 1 or of_rows == heads * of_heads
+    if rows == 1:  # whose stride says nothing
+        return of_heads > 0
+    return of_heads == rows * of_rows if order == HEADS_FIRST else of_rows == heads * of_heads
 
 
 def stacked(tensors: Sequence[torch.Tensor], heads_kv: int) -> str:

@@ -61,9 +61,8 @@ class MaskHooks:
     #: whether the last key that a query sees is at most one behind the last one of the query before. Where it is not stated,
     #: no kernel begins with a tile before the one in front is done
     diagonal: bool = False
-    offered: bool = (
-        True  #: whether calls may ask for it; else it only takes the place of another, in calls that are not packed
-    )
+    #: whether calls may ask for it; else it only takes the place of another, in calls that are not packed
+    offered: bool = True
     masked: bool = field(init=False)  #: whether any query may see less than all keys
 
     def __post_init__(self) -> None:

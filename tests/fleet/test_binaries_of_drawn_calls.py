@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,10 +12,11 @@ from fa2tune.calling import backward_plans, choosing, forward_plans
 from fa2tune.compiling import compiler
 from fa2tune.fleet import precompile
 from fa2tune.launching import dq_parts, group_parts, key_splits
+from fa2tune.launching.merged_heads import merged
 from fa2tune.launching.passes import runs
 from fa2tune.spec.extent import DENSE, RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, band
-from fa2tune.spec.problem import Problem
+from fa2tune.spec.problem import QUERIES_FIRST, Problem
 
 H200 = gpus.named("h200")
 CALLS = 100
@@ -57,9 +59,12 @@ def launched(problem: Problem, deterministic: bool) -> set[precompile.BinaryJob]
 @pytest.mark.parametrize("extent", [DENSE, RAGGED])
 @pytest.mark.parametrize("dims", [(128, 128), (40, 96), (192, 128)], ids=str)
 def test_drawn_calls_find_their_binaries(dims: tuple[int, int], extent: str) -> None:
-    wanted = precompile.Wanted((dims,), ("bf16",), windows=True, packed=extent == RAGGED)
+    dense = extent == DENSE
+    wanted = precompile.Wanted((dims,), ("bf16",), windows=True, packed=not dense, one_key_head=dense)
     there, choose = set(precompile.jobs(H200, choosing.layers(), wanted)[0]), random.Random(f"{dims} {extent}")
     for _ in range(CALLS):
         problem = draw(choose, dims, extent)
+        if dense and problem.mask == CAUSAL and choose.random() < 0.5:
+            problem = merged(replace(problem, heads_kv=1, stacked=QUERIES_FIRST))
         lacking = launched(problem, choose.random() < 0.3) - there
         assert not lacking, f"{problem}: {[variant.name for variant, *_ in lacking]}"

@@ -512,6 +512,15 @@ def test_windows_on_demand(one_key: Path) -> None:
         assert {(v, s, tuple(sorted(c.items()))) for v, s, c in wanted} <= set(more)
 
 
+def test_query_heads_as_one_on_demand(one_key: Path) -> None:
+    """How many heads they are is an argument of the kernels."""
+    held = layers(one_key)
+    few, more = (precompile.jobs(H200, held, precompile.Wanted(one_key_head=asked))[0] for asked in (False, True))
+    new = {*more} - {*few}
+    assert {*few} < {*more} and {spec.mask for _, spec, _ in new} == {"causal_stacked"}
+    assert {variant.name for variant, _, _ in new} >= {"sm90/fwd", "sm90/bwd_fused"}
+
+
 def test_packed_sequences_are_compiled_for_when_asked(one_key: Path) -> None:
     """Lengths and number of the sequences do not matter; binaries of other calls stay the same."""
     held = layers(one_key)

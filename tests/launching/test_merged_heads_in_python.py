@@ -3,7 +3,7 @@ float64, in the shapes and strides of other calls, and which kernels see which c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +25,11 @@ from test_public_calls_in_python import (
 
 import fa2tune
 from fa2tune import logs
-from fa2tune.calling import copies, dispatch, merging
+from fa2tune.calling import backward_plans, copies, dispatch, forward_plans, merging
 from fa2tune.calling.schedules import stored_ds_schedule
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.launching import merged_heads, passes
+from fa2tune.launching.launch import CaptureMiss
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import HEADS_FIRST, QUERIES_FIRST, Problem
@@ -106,7 +107,7 @@ def test_results_look_like_those_of_other_calls(gpu: PublicGpu, layout: str) -> 
     dq, dk, dv = torch.autograd.grad(o, (q, k, v), given.do)
     assert (o.shape, o.stride(), lse.shape) == (q.shape, q.stride(), q.shape[:3])
     assert [one.stride() for one in (dq, dk, dv)] == [one.stride() for one in (q, k, v)]
-    assert merging.order_of_lse(lse) == LAYOUTS[layout]
+    assert lse.is_contiguous()
     verify.compare({"o": o, "lse": lse}, *reference.oracle_and_reference(given, gradients=False))
     whole = torch.ops.fa2tune.attention(q, k, v, -1, -1, 0.125, False)
     assert whole[1].is_contiguous() and torch.equal(whole[1], lse)  # as torch.compile expects it
@@ -218,21 +219,60 @@ def test_rows_of_a_query_one_after_the_other_may_be_causal() -> None:
 def test_where_its_kernels_cannot_be_had_heads_are_taken_one_by_one(
     gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seen: list[str], mask: Mask
 ) -> None:
-    """Said once for each pass, and not tried again for another length."""
+    """By Hopper's kernels, not by portable ones as one. Said once for each pass, and not tried again for another length."""
     logs.warn_once.cache_clear()
-    as_one = merging.as_one
+    planned = forward_plans.forward_plan, backward_plans.backward_plan
 
-    def refused(tensors: Any, order: str) -> Any:
-        if order:
-            raise CompileError("no such kernel")
-        return as_one(tensors, order)
+    def refusing(made: Callable[..., Any]) -> Callable[..., Any]:
+        def plan(problem: Problem, *others: Any) -> Any:
+            if problem.group == 1:
+                raise CompileError("no such kernel")
+            return made(problem, *others)
 
-    monkeypatch.setattr(merging, "as_one", refused)
+        return plan
+
+    monkeypatch.setattr(forward_plans, "forward_plan", refusing(planned[0]))
+    monkeypatch.setattr(backward_plans, "backward_plan", refusing(planned[1]))
     for length in (77, 81):
+        gpu.ran.clear()
         case = Case((length, 200), (64, 64), mask, (), (5, 1))
         check(case, laid(inputs(case), "bshd"))
+        assert {"sm90/bwd_fused"} <= {*gpu.ran} and not {"portable/fwd", "portable/bwd_dq"} & {*gpu.ran}
     assert seen == ["fwd", "bwd"]
     assert caplog.text.count("next: heads one by one") == 2
+
+
+def test_a_capture_that_finds_none_of_its_kernels_takes_heads_one_by_one(
+    gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And calls after it have it again."""
+    made, misses = forward_plans.forward_plan, []
+
+    def plan(problem: Problem, *others: Any) -> Any:
+        if problem.group == 1 and len(misses) < 2:  # with the choice's config and with the row's
+            misses.append(problem)
+            raise CaptureMiss("a kernel")
+        return made(problem, *others)
+
+    monkeypatch.setattr(forward_plans, "forward_plan", plan)
+    case = Case((77, 200), (64, 64), FULL, (), (4, 2))
+    given = inputs(case)
+    call = [fa2tune.attention(given.q, given.k, given.v) for _ in range(2)]
+    assert len(misses) == 2 and len(dispatch.FORWARD_PLANS) == 1
+    for o in call:
+        verify.compare({"o": o}, *reference.oracle_and_reference(given, gradients=False))
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1)])
+def test_one_query(gpu: PublicGpu, heads: tuple[int, int]) -> None:
+    case = Case((1, 200), (64, 64), FULL, (), heads)
+    check(case, inputs(case, batch=2))
+    expanded = inputs(case, batch=2)
+    check(
+        case,
+        reference.Inputs(expanded.q[:, :1].expand_as(expanded.q), expanded.k, expanded.v, expanded.do, expanded.dlse),
+    )
+    assert merged_heads.stacked([expanded.q[:, :1].expand_as(expanded.q)], heads[1]) == ""
 
 
 def test_a_view_has_the_same_rows() -> None:

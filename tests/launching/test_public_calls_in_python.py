@@ -384,3 +384,14 @@ def check_packed(gpu: PublicGpu, case: Case) -> None:
     found = {name: one[:, :, : ends[name in ("dk", "dv")][-1]] for name, one in found.items()}
     verify.compare(found, *({name: torch.cat(parts, 2) for name, parts in side.items()} for side in right))
     assert tuple(gpu.ran) == case.runs
+
+
+def test_packed_calls_without_queries_have_gradients_each_time(gpu: PublicGpu) -> None:
+    """The second time from the memo."""
+    starts, ends = (torch.tensor([0, count], dtype=torch.int32) for count in (0, 5))
+    for _ in range(2):
+        q, k = (torch.randn(count, 4, 64, dtype=torch.bfloat16, requires_grad=True) for count in (0, 5))
+        o = fa2tune.attention_varlen(q, k, k, cu_seqlens_q=starts, cu_seqlens_k=ends, max_seqlen_q=0, max_seqlen_k=5)
+        dq, dk = torch.autograd.grad(o, (q, k), torch.zeros_like(o))
+        assert dq.shape == q.shape and dk.shape == k.shape and not dk.any()
+    assert not gpu.ran

@@ -26,6 +26,8 @@ CALLS = [
     (Call(((70, 270),), (2, 2), (24, 24), FULL), "scores ahead", {"NARROW": True, "BLOCK_M": 128}, 2),
     (Call(((200, 300),), (1, 1), (96, 96), CAUSAL), "from registers", {"IN_PARTS": True, "ORDER": "together"}, 2),
     (Call(((200, 140),), (2, 2), (64, 64), CAUSAL), "scores ahead", {"HEADS_PER_WAVE": 1}, 2),
+    (Call(((1100, 130),), (1, 1), (64, 64), FULL), "concatenated", {}, 12),
+    (Call(((700, 70),), (2, 2), (128, 128), CAUSAL), "from registers", {"BLOCK_M": 64}, 32),
     (Call(((200, 260),), (1, 1), (64, 64), CAUSAL, score=Score("softcap", 0.6)), "concatenated", {}, 2),
     (Call(((200, 260),), (2, 2), (128, 24), CAUSAL), "from registers", APART, 3),
     (Call(LONG_LAST, (1, 1), (128, 24), FULL, packed=True), "from registers", APART, 2),

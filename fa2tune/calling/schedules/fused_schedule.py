@@ -274,7 +274,10 @@ def _fetched(problem: Problem, group: int, heads: int, row: RowCosts, form: Fuse
         return 0.0
     blocks = _blocks(problem.seqlen_q, problem.seqlen_k, problem.mask, form.rows)
     seen = sum(blocks) / -(-problem.seqlen_q // form.rows)  # tiles that a row is seen by
-    missed = _missed(len(blocks), group, heads, kept, form.heads_per_wave, gpu) if problem.mask != FULL else 0.0
+    apart = (
+        problem.mask.values[0] if problem.mask.name == STACKED else group
+    )  # heads by which tiles are, 128 queries of each
+    missed = _missed(len(blocks), apart, heads, kept, form.heads_per_wave, gpu) if problem.mask != FULL else 0.0
     times = 1 + (seen - 1) * missed if seen > 1 else seen
     return rows * times * (kept + sums)
 

@@ -56,11 +56,12 @@ def _head_dims(ctx: click.Context, param: click.Parameter, given: tuple[str, ...
 @click.option("--views", is_flag=True, help="Also for tensors whose rows are expanded, or not aligned to 16 bytes.")
 @click.option("--windows", is_flag=True, help="Also for sliding windows (window=) of any size.")
 @click.option("--packed", is_flag=True, help="Also for sequences of their own lengths (attention_varlen).")
+@click.option("--one-key-head", is_flag=True, help="Also for causal calls of one key head, query heads as one.")
 @click.option("--workers", type=click.IntRange(min=1), help="Compiling at a time.  [default: one per core]")
 @click.option("--dry-run", is_flag=True, help="Only print what would be compiled.")
 def precompile(
     gpu: str | None, file: Path | None, out: Path | None, head_dims: tuple[tuple[int, int], ...], dtypes: tuple[str, ...],
-    views: bool, windows: bool, packed: bool, workers: int | None, dry_run: bool,
+    views: bool, windows: bool, packed: bool, one_key_head: bool, workers: int | None, dry_run: bool,
 ) -> None:  # fmt: skip
     """Compile the kernels that the rows of a cache file name into a file of binaries, for a GPU that need not be present.
 
@@ -84,7 +85,8 @@ def precompile(
             shipped = [reader.Layer("shipped", path, reader.read(path)) for path in reader.shipped_paths()]
             layers = [reader.Layer("named", file, reader.read(file)), *shipped]
         out = out or binaries.companion(file or reader.user_path())
-        todo, keys = precompile.jobs(target, layers, precompile.Wanted(head_dims, dtypes, views, windows, packed))
+        wanted = precompile.Wanted(head_dims, dtypes, views, windows, packed, one_key_head)
+        todo, keys = precompile.jobs(target, layers, wanted)
         if not todo:
             raise click.ClickException(
                 f"no row serves {target.name} with these head dims and dtypes: nothing to compile"
@@ -101,6 +103,8 @@ def precompile(
     )
     echo(f"  for {'sliding windows, too' if windows else 'calls without a window (--windows: with one, too)'}")
     echo(f"  for {'packed sequences, too' if packed else 'sequences of one length (--packed: for packed ones, too)'}")
+    one_by_one = "causal calls of one key head with their heads one by one (--one-key-head: as one, too)"
+    echo(f"  for {'causal calls of one key head, too' if one_key_head else one_by_one}")
     if there := len(todo) - len(lacking):
         echo(f"{out} has {there} of them")
     if dry_run:
