@@ -48,7 +48,7 @@ from fa2tune.launching.passes import (
 from fa2tune.logs import warn_once
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window
-from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config
+from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
 from fa2tune.spec.score import Score
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
@@ -376,7 +376,7 @@ def _new_backward(
     deterministic: bool, score: Score, extent: Extent,
 ) -> Planned:  # fmt: skip
     """The plan of a backward of (batch, heads, seqlen, dim) tensors: do, q, k, v and o; ``lse``: how its rows lie."""
-    posed = partial(passes.describe, mask=mask, softmax_scale=softmax_scale, score=score)
+    posed: Callable[..., Problem] = partial(passes.describe, mask=mask, softmax_scale=softmax_scale, score=score)
     problem = posed(**given, extent=extent)
     if problem.is_empty:
         return Zeros(), True
@@ -401,7 +401,7 @@ def _new_backward(
             call = {"softmax_scale": softmax_scale, **asked}
             plan = backward_plans.backward_plan(chooser.problem, strategy, choices, gpu, call, may_split)
             if order:
-                merging.giving_backward(plan, tensors, order)
+                merging.giving_backward(plan, tensors["q"], order)
             return copies.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), copied)
 
         try:

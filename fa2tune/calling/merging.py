@@ -162,21 +162,20 @@ def giving_forward(plan: ForwardPlan | SplitPlan, problem: Problem, q: torch.Ten
     plan.fresh.gives(empty_ordered(without_memory(q), problem.head_dim_v), lse_ordered(lse, order))
 
 
-def giving_backward(plan: BackwardPlan | WholePlan, tensors: Mapping[str, torch.Tensor], order: str) -> None:
-    """The same of a backward's plan: dq, for calls of such ``tensors``, by name."""
-    q = tensors["q"]
+def giving_backward(plan: BackwardPlan | WholePlan, q: torch.Tensor, order: str) -> None:
+    """The same of a backward's plan: dq, for calls with ``q``."""
     plan.fresh.gives(empty_ordered(without_memory(q), q.shape[3]))
     if isinstance(plan, StoredDsPlan) and plan.without is not None:
         plan.without = _without(plan.without, order)
 
 
-def _without(made: Callable[..., BackwardPlan], order: str) -> Callable[..., BackwardPlan]:
+def _without(made: Callable[..., Any], order: str) -> Callable[..., Any]:
     """``StoredDsPlan.without`` for tensors as a call has them."""
 
-    def planned(*tensors: torch.Tensor | None) -> BackwardPlan:
+    def planned(*tensors: Any) -> Any:
         named = dict(zip(("do", "dlse", "q", "k", "v", "o"), tensors, strict=True))
         plan = made(*as_one(named, order).values())
-        giving_backward(plan, named, order)
+        giving_backward(plan, named["q"], order)
         return plan
 
     return planned
