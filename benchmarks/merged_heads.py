@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import dense_backwards
 import side_by_side
 import workloads
 
@@ -29,12 +30,10 @@ from fa2tune.calling import dispatch, merging
 from fa2tune.calling.choosing import Chooser
 from fa2tune.gpus import Gpu
 from fa2tune.launching.merged_heads import merged
-from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD, Problem
 
 ONE_BY_ONE = "one by one"
-SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
-MASKS = {str(mask): mask for mask in (FULL, CAUSAL)}
 
 
 def read(records: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
@@ -48,8 +47,8 @@ def posed(calls: Iterable[Mapping[str, Any]], arch: int) -> dict[str, Problem]:
     """Of calls those that are asked, by name."""
     found = {}
     for call in calls:
-        if call["mask"] in MASKS and "fwd" in call:
-            problem = Problem("bf16", *(call[name] for name in SIZES), MASKS[call["mask"]])
+        if call["mask"] in ROW_MASKS and "fwd" in call:
+            problem = dense_backwards.posed(call)
             if merging.asked(workloads.as_called(problem), arch):
                 found[workloads.described(problem)] = problem
     return found

@@ -41,7 +41,6 @@ from fa2tune.logs import warn_once
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import PREDICTED, Row, backward_implementation
 from fa2tune.spec.key import DENSE_FAMILY, TuningKey, family_of
-from fa2tune.spec.mask import STACKED
 from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
@@ -339,7 +338,7 @@ class Chooser:
             choice = packed_schedule.of_backward(problem, answer.row.key.kernel, choice, self.gpu)
             return query_parts_schedule.with_parts(problem, choice, self.gpu)
         by_schedule = forward_schedule.covers(variant) and not problem.extent.ragged
-        by_work = not problem.mask.measured and problem.mask.name != STACKED and answer.row.warp_specialized
+        by_work = not fused_schedule.recorded(problem.mask) and answer.row.warp_specialized
         if not by_schedule and not by_work:
             choice = Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
             choice = fused_schedule.of_dense(problem, choice, self.gpu)

@@ -214,6 +214,24 @@ def _first_to_compile(ladder: Sequence[Callable[[str], Choice]], kernels: Sequen
     return make({kernel: last(kernel) for kernel in kernels})
 
 
+def _planned(
+    first: Callable[[], Any], of_rows: Callable[[], Any], in_capture: Callable[[CaptureMiss], Any] | None
+) -> Planned:  # fmt: skip
+    """The first plan. Where a kernel of it is not loaded, and a CUDA graph is being captured: that of the rows' own configs,
+    which a warm-up call of another batch may have loaded, else what ``in_capture`` makes of the miss (None: CaptureMiss)."""
+    try:
+        with uncollected():
+            return first(), True
+    except CaptureMiss:
+        try:
+            with uncollected():
+                return of_rows(), False
+        except CaptureMiss as miss:
+            if in_capture is None:
+                raise
+            return in_capture(miss), False
+
+
 def _of_one_head_or_all(
     chooser: Chooser, pass_: str, one_head: Chooser | None, planned: Callable[[Chooser, str], Planned]
 ) -> Planned:
@@ -295,18 +313,12 @@ def forward_plan(
             return copies.copying(plan, tuple(given), dict.fromkeys(names, copies.copied))
 
         first = {"fwd": chooser.choose("fwd")}
-        try:
-            with uncollected():
-                return _plan(chooser, first, make, bool(order)), True
-        except CaptureMiss:  # a warm-up call of another batch may have loaded the tuned kernel alone
-            whole = partial(make, may_split=False)
-            try:
-                with uncollected():
-                    return _plan(chooser, _of_rows(first), whole, bool(order)), False
-            except CaptureMiss as miss:
-                if order:
-                    raise
-                return _plan_in_capture(miss, chooser, ("fwd",), whole), False
+        whole = partial(make, may_split=False)
+        return _planned(
+            lambda: _plan(chooser, first, make, bool(order)),
+            lambda: _plan(chooser, _of_rows(first), whole, bool(order)),
+            None if order else lambda miss: _plan_in_capture(miss, chooser, ("fwd",), whole),
+        )
 
     plan, lasting = _of_one_head_or_all(chooser, "fwd", merging.merging(chooser, "fwd"), planned)
     if lasting:
@@ -404,17 +416,11 @@ def _new_backward(
                 merging.giving_backward(plan, tensors["q"], order)
             return copies.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), copied)
 
-        try:
-            with uncollected():
-                return _backward_plan(chooser, deterministic, make, rows_alone=bool(order)), True
-        except CaptureMiss:  # as in ``forward_plan``
-            whole = partial(make, may_split=False)
-            try:
-                with uncollected():
-                    return _backward_plan(chooser, deterministic, whole, True, bool(order)), False
-            except CaptureMiss as miss:
-                if order:
-                    raise
-                return _plan_in_capture(miss, chooser, STRATEGIES[SPLIT], partial(whole, SPLIT)), False
+        whole = partial(make, may_split=False)
+        return _planned(
+            lambda: _backward_plan(chooser, deterministic, make, rows_alone=bool(order)),
+            lambda: _backward_plan(chooser, deterministic, whole, True, bool(order)),
+            None if order else lambda miss: _plan_in_capture(miss, chooser, STRATEGIES[SPLIT], partial(whole, SPLIT)),
+        )
 
     return _of_one_head_or_all(chooser, BACKWARD, merging.merging(chooser, BACKWARD, deterministic, lse), planned)

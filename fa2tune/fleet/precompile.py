@@ -183,8 +183,7 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
 def _for_few_tiles(problem: Problem, arch: int) -> Sequence[Config]:
     """Configs that calls of few tiles have in place of a row's."""
     if not problem.extent.ragged:
-        offered = problem.mask.measured or problem.mask.name == STACKED
-        return few_tiles.configs(problem.specialization, arch) if offered else []
+        return few_tiles.configs(problem.specialization, arch) if fused_schedule.recorded(problem.mask) else []
     packed = packed_schedule.for_few_tiles(problem.specialization, arch)
     return [packed] if packed is not None and packed_schedule.covers_mask(problem) else []
 

@@ -139,7 +139,8 @@ class Fresh:
 
     def __init__(self, device: torch.device, *like: torch.Tensor) -> None:
         """``like``: without memory ("meta"): a plan made during a CUDA graph's warm-up would hold on to the graph's pool."""
-        self.layouts = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in like]
+        self.layouts = list[tuple[Any, ...]]()
+        self.gives(*like)
         self.device, self.index = device, -1 if device.type == "cpu" else device.index
 
     def gives(self, *like: torch.Tensor) -> None:

@@ -127,9 +127,15 @@ def band(left: int | None, right: int | None) -> Mask:
     return Mask(BAND, *(UNBOUNDED if side is None else side for side in (left, right)))
 
 
+@lru_cache(maxsize=1024)  # asked of every form that is estimated
+def heads_stacked(mask: Mask) -> int:
+    """Of how many heads the rows of a query are; 1: there is one row a query."""
+    return mask.values[0] if mask.name == STACKED else 1
+
+
 def queries_of(mask: Mask, rows: int) -> int:
-    """How many queries so many rows are of: fewer, where rows of several heads are stacked."""
-    return -(-rows // mask.values[0]) if mask.name == STACKED else rows
+    """How many queries so many rows are of."""
+    return -(-rows // heads_stacked(mask))
 
 
 def row_mask_named(name: str) -> Mask:

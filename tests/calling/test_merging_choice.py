@@ -82,7 +82,7 @@ def test_estimates_count_what_kernels_visit(queries: int, keys: int, heads: int)
     firsts = [next((nth for nth in range(last) if seen[nth * 64 : nth * 64 + 64, at : at + 128].any()), last)
               for at in range(0, keys, 128)]  # fmt: skip
     assert fused_schedule._blocks(rows, keys, mask, 64) == tuple(last - first for first in firsts)
-    assert split_backward_schedule.blocks_met(rows, keys, 128, mask) == tuple(last - first for first in firsts)
+    assert fused_schedule.blocks_met(rows, keys, mask, 64, 128) == tuple(last - first for first in firsts)
     tiles = [int(seen[at : at + 192].any(0).sum()) for at in range(0, rows, 192)]
     assert split_backward_schedule.keys_seen(rows, keys, 192, mask) == tuple(reversed(tiles))
 

@@ -3,13 +3,13 @@ float64, in the shapes and strides of other calls, and which kernels see which c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from public_gpu import PublicGpu, public_gpu
+from public_gpu import PublicGpu
 from test_public_calls_in_python import (
     AT_A_TIME,
     FEW,
@@ -21,6 +21,7 @@ from test_public_calls_in_python import (
     Little,
     check,
     inputs,
+    laid,
 )
 
 import fa2tune
@@ -35,16 +36,9 @@ from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import HEADS_FIRST, QUERIES_FIRST, Problem
 from fa2tune.spec.score import Score
 
+pytestmark = pytest.mark.usefixtures("poison")
 #: Names of the orders in which rows lie in memory.
 LAYOUTS = {"bhsd": HEADS_FIRST, "bshd": QUERIES_FIRST}
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """torch.empty fills with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)
@@ -58,20 +52,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(merging, "pays", pays)
     return asked
-
-
-@pytest.fixture
-def gpu() -> Iterator[PublicGpu]:
-    with public_gpu() as found:
-        yield found
-
-
-def laid(given: reference.Inputs, layout: str) -> reference.Inputs:
-    """The same values, in the memory order of a layout."""
-    if layout == "bhsd":
-        return given
-    q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.k, given.v, given.do))
-    return reference.Inputs(q, k, v, do, given.dlse)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -41,6 +40,8 @@ ORDER = "portable/packed_order"
 ONE_TILE = "sm90/bwd_one_tile"
 STORED = ("portable/bwd_delta", "sm90/bwd_dkdv_ds", "sm90/bwd_dq_ds")
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 
 class Case(NamedTuple):
     """A call, and the kernels that serve it, in the order of launches."""
@@ -59,28 +60,22 @@ class Case(NamedTuple):
 
 
 @pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """torch.empty fills with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
 def several_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backwards of few keys are several kernels, as those of many are."""
     monkeypatch.setattr(one_tile_schedule, "ONE_KEY_TILE", False)
 
 
-@pytest.fixture
-def gpu() -> Iterator[PublicGpu]:
-    with public_gpu() as found:
-        yield found
-
-
 def inputs(case: Case, batch: int = 1) -> reference.Inputs:
     asked = Problem(case.dtype, batch, *case.heads, *case.lengths, *case.dims, FULL)
     return reference.make_inputs(asked, "cpu", with_dlse=True)
+
+
+def laid(given: reference.Inputs, layout: str) -> reference.Inputs:
+    """The same values, in the memory order of a layout."""
+    if layout == "bhsd":
+        return given
+    q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.k, given.v, given.do))
+    return reference.Inputs(q, k, v, do, given.dlse)
 
 
 def results(case: Case, given: reference.Inputs) -> dict[str, torch.Tensor]:
@@ -203,10 +198,7 @@ def test_keys_split_by_the_warp_specialised_kernel(gpu: PublicGpu) -> None:
 def test_a_backward_of_one_kernel(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, case: Case, order: str) -> None:
     """lse has a gradient."""
     monkeypatch.setattr(one_tile_schedule, "ONE_KEY_TILE", True)
-    given = inputs(case, batch=2)
-    if order == "bshd":
-        q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.k, given.v, given.do))
-        given = reference.Inputs(q, k, v, do, given.dlse)
+    given = laid(inputs(case, batch=2), order)
     check(case, given)
     assert tuple(gpu.ran[-len(case.runs) :]) == case.runs
 
@@ -232,10 +224,7 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_tiles_of_several_heads(gpu: PublicGpu, grouped: None, case: Case, order: str) -> None:
     """lse goes to the backward, and has a gradient."""
-    given = inputs(case, batch=2)
-    if order == "bshd":
-        q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.k, given.v, given.do))
-        given = reference.Inputs(q, k, v, do, given.dlse)
+    given = laid(inputs(case, batch=2), order)
     check(case, given)
     assert tuple(gpu.ran) == case.runs
 
@@ -277,10 +266,7 @@ def test_queries_that_see_no_key_are_filled_in(
     """Where that is expected to pay, as it is said to be here."""
     monkeypatch.setattr(unseen, "filled_in", lambda problem, gpu, pass_: unseen.count(problem))
     case = Case((150, 61), (dim, dim), CAUSAL, (), (2, 1))
-    given = inputs(case, batch=2)
-    if order == "bshd":
-        q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.k, given.v, given.do))
-        given = reference.Inputs(q, k, v, do, given.dlse)
+    given = laid(inputs(case, batch=2), order)
     check(case, given)
     assert any(isinstance(plan, unseen.Backward) for plan in dispatch.BACKWARD_PLANS.values())
 

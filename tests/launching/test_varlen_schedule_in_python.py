@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import kernels_in_python
 import pytest
 import torch
-from public_gpu import PublicGpu, public_gpu
+from public_gpu import PublicGpu
 
 import fa2tune
 from fa2tune.calling.schedules import packed_grouped_schedule
@@ -18,18 +17,7 @@ ORDER, ORDERS = "portable/packed_order", "portable/packed_orders"
 LENGTHS = (70, 0, 130, 5)
 
 
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """torch.empty fills with what no order has."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def gpu() -> Iterator[PublicGpu]:
-    with public_gpu() as found:
-        yield found
+pytestmark = pytest.mark.usefixtures("poison")  # of integers: what no order has
 
 
 def made(heads: tuple[int, int], dim: int) -> list[torch.Tensor]:

@@ -22,8 +22,7 @@ from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq, bwd_fused
-from fa2tune.spec import visits
-from fa2tune.spec.mask import CAUSAL, FULL, STACKED, Mask
+from fa2tune.spec.mask import CAUSAL, FULL, STACKED, Mask, heads_stacked
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import Variant
 
@@ -89,24 +88,30 @@ def times(variant: Variant, problem: Problem) -> bool:
     return variant.space is bwd_fused.SPACE and (problem.extent.ragged or recorded(problem.mask))
 
 
+@lru_cache(maxsize=1024)
 def recorded(mask: Mask) -> bool:
     """Whether estimates of dense backwards know a mask: none, causal, and that of rows of several heads, which is like it."""
     return mask in (CAUSAL, FULL) or mask.name == STACKED
 
 
 @lru_cache(maxsize=4096)
+def blocks_met(seqlen_q: int, seqlen_k: int, mask: Mask, rows: int, keys: int) -> tuple[int, ...]:
+    """Blocks of so many rows of queries that each tile of so many keys of a head meets, under a mask that is ``recorded``."""
+    tiles, blocks = -(-seqlen_k // keys), -(-seqlen_q // rows)
+    if mask == FULL:
+        return (blocks,) * tiles
+    heads = heads_stacked(mask)
+    hidden = -(-seqlen_q // heads) - seqlen_k  # first queries, which see no key
+    return tuple([blocks - min(max(nth * keys + hidden, 0) * heads // rows, blocks) for nth in range(tiles)])
+
+
+@lru_cache(maxsize=4096)
 def _blocks(seqlen_q: int, seqlen_k: int, mask: Mask, rows: int) -> tuple[int, ...]:
     """Blocks of so many queries that each key tile of a head meets."""
     keys = bwd_fused.GROUPS * bwd_fused.KEYS
-    tiles, blocks = -(-seqlen_k // keys), -(-seqlen_q // rows)
-    hidden = seqlen_q - seqlen_k  # first queries, which see no key
-    if mask == CAUSAL:
-        return tuple([blocks - min(max((nth * keys + hidden) // rows, 0), blocks) for nth in range(tiles)])
-    if mask == FULL:
-        return (blocks,) * tiles
-    if mask.name == STACKED:
-        begin = visits.queries_of_tiles(mask, seqlen_q, seqlen_k, keys, rows).begin
-        return tuple([blocks - min(int(one) // rows, blocks) for one in begin])
+    if recorded(mask):
+        return blocks_met(seqlen_q, seqlen_k, mask, rows, keys)
+    tiles, blocks, hidden = -(-seqlen_k // keys), -(-seqlen_q // rows), seqlen_q - seqlen_k
     if mask.window is None:  # the mean of all, and half a tile at either end
         return (min(blocks, -(-(mask.pairs(seqlen_q, seqlen_k) // max(1, seqlen_k) + keys) // rows)),) * tiles
     left, right = (seqlen_k + seqlen_q if side is None else side for side in mask.window)
@@ -274,9 +279,7 @@ def _fetched(problem: Problem, group: int, heads: int, row: RowCosts, form: Fuse
         return 0.0
     blocks = _blocks(problem.seqlen_q, problem.seqlen_k, problem.mask, form.rows)
     seen = sum(blocks) / -(-problem.seqlen_q // form.rows)  # tiles that a row is seen by
-    apart = (
-        problem.mask.values[0] if problem.mask.name == STACKED else group
-    )  # heads by which tiles are, 128 queries of each
+    apart = group * heads_stacked(problem.mask)  # from tile to tile there are 128 queries less of each of these heads
     missed = _missed(len(blocks), apart, heads, kept, form.heads_per_wave, gpu) if problem.mask != FULL else 0.0
     times = 1 + (seen - 1) * missed if seen > 1 else seen
     return rows * times * (kept + sums)

@@ -22,8 +22,7 @@ from fa2tune.launching import dq_parts, group_parts
 from fa2tune.launching.overlapped import DKDV, DKDV_FIRST, DQ, DQ_AT_ONCE, DQ_FIRST
 from fa2tune.search_spaces.lib.hopper import block_dims, columns
 from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq
-from fa2tune.spec import visits
-from fa2tune.spec.mask import CAUSAL, STACKED, Mask
+from fa2tune.spec.mask import CAUSAL, STACKED, Mask, heads_stacked
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
 
@@ -118,27 +117,14 @@ def _lengths(problem: Problem) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=512)  # lengths of packed sequences repeat
 def keys_seen(seqlen_q: int, seqlen_k: int, rows: int, mask: Mask) -> tuple[int, ...]:
-    """Keys that each tile of so many queries of a sequence sees; CAUSAL: the last ones, which are given out first, first."""
+    """Keys that each tile of so many rows of a sequence sees; causal: the last ones, which are given out first, first."""
     tiles = -(-seqlen_q // rows)
-    if mask.name == STACKED:
-        return tuple(visits.keys_of_tiles(mask, seqlen_q, seqlen_k, rows, 1).end[::-1].tolist())
-    if mask != CAUSAL:
+    if mask != CAUSAL and mask.name != STACKED:
         return (seqlen_k,) * tiles
-    behind = seqlen_k - seqlen_q
-    ends = [min((nth + 1) * rows, seqlen_q) + behind for nth in range(tiles)]
+    heads = heads_stacked(mask)
+    behind = seqlen_k - -(-seqlen_q // heads)
+    ends = [-(-min((nth + 1) * rows, seqlen_q) // heads) + behind for nth in range(tiles)]
     return tuple([min(seqlen_k, max(0, end)) for end in reversed(ends)])
-
-
-@lru_cache(maxsize=512)
-def blocks_met(seqlen_q: int, seqlen_k: int, keys: int, mask: Mask) -> tuple[int, ...]:
-    """Query blocks that each tile of so many keys of a sequence meets."""
-    blocks, tiles, behind = -(-seqlen_q // BLOCK), -(-seqlen_k // keys), seqlen_k - seqlen_q
-    if mask.name == STACKED:
-        begin = visits.queries_of_tiles(mask, seqlen_q, seqlen_k, keys, BLOCK).begin
-        return tuple([blocks - min(one // BLOCK, blocks) for one in begin.tolist()])
-    if mask != CAUSAL:
-        return (blocks,) * tiles
-    return tuple([blocks - min(max((nth * keys - behind) // BLOCK, 0), blocks) for nth in range(tiles)])
 
 
 def _dq_tiles(problem: Problem, choice: Choice, splits: int = 1) -> Tiles:
@@ -155,7 +141,8 @@ def _dq_tiles(problem: Problem, choice: Choice, splits: int = 1) -> Tiles:
 
 def _dkdv_tiles(problem: Problem, choice: Choice, parts: int) -> Tiles:
     ours, keys = group_parts.split(problem, parts), choice.config["BLOCK_N"]
-    met = [count for one in _lengths(problem) for count in blocks_met(*one, keys, problem.mask)]
+    lengths = _lengths(problem)
+    met = [count for one in lengths for count in fused_schedule.blocks_met(*one, problem.mask, BLOCK, keys)]
     block, ends_share = shares(problem, choice.config)
     block *= ours.group * BLOCK_US[DKDV] * keys / BLOCK
     costs = tuple([count * block + ENDS_US[DKDV] * ends_share for count in met])

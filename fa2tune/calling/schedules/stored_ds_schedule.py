@@ -44,7 +44,7 @@ MOST_MEMORY = 1 / 64
 
 def _main_tiles(problem: Problem, config: Config) -> Tiles:
     block, ends = split_backward_schedule.shares(problem, config)
-    met = split_backward_schedule.blocks_met(problem.seqlen_q, problem.seqlen_k, BLOCK, problem.mask)
+    met = fused_schedule.blocks_met(problem.seqlen_q, problem.seqlen_k, problem.mask, BLOCK, BLOCK)
     costs = tuple([count * problem.group * block * MAIN_BLOCK_US + ends * MAIN_ENDS_US for count in met])
     return Tiles(costs, problem.batch * problem.heads_kv, config["HEADS_PER_WAVE"])
 
