@@ -38,8 +38,6 @@ class Form(NamedTuple):
     COLUMNS: gl.constexpr  #: of K and V together
     WIDEST: gl.constexpr  #: columns of the wider of Q and V
     USED_D: gl.constexpr  #: of those of Q and K, the first ones that are not all zeros
-    USED_DV: gl.constexpr  #: of those of V
-    Q_HELD: gl.constexpr  #: with Q_IN_REGISTERS, how many of its first columns at most
     STAGES: gl.constexpr
     Q_STAGES: gl.constexpr
     PINGPONG: gl.constexpr
@@ -365,8 +363,8 @@ def rescaled(acc, shrink):
 def shrunk(acc, shrink, LAZY: gl.constexpr):
     """The accumulators of all parts, their rows multiplied by shrink [ROWS]; LAZY: as ``rescaled`` does."""
     found = (_shrunk(acc[0], shrink, LAZY),)
-    for i in gl.static_range(1, len(acc)):
-        found = found + (_shrunk(acc[i], shrink, LAZY),)  # noqa: RUF005
+    if len(acc) > 1:
+        found = (found[0], _shrunk(acc[1], shrink, LAZY))
     return found
 
 
@@ -380,8 +378,8 @@ def _shrunk(acc, shrink, LAZY: gl.constexpr):
 def quotients(acc, row_total):
     """The accumulators of all parts over sums of rows [ROWS]."""
     found = (_quotient(acc[0], row_total),)
-    for i in gl.static_range(1, len(acc)):
-        found = found + (_quotient(acc[i], row_total),)  # noqa: RUF005
+    if len(acc) > 1:
+        found = (found[0], _quotient(acc[1], row_total))
     return found
 
 
@@ -394,8 +392,8 @@ def _quotient(acc, row_total):
 def where_seen(out, first, offset, seqlen_k, window, SEES_A_KEY: gl.constexpr, RAGGED: gl.constexpr):
     """O's parts, from row ``first`` on, with 0 in rows that see no key. RAGGED: seqlen_k may be 0."""
     found = (_where_seen(out[0], first, offset, seqlen_k, window, SEES_A_KEY, RAGGED),)
-    for i in gl.static_range(1, len(out)):
-        found = found + (_where_seen(out[i], first, offset, seqlen_k, window, SEES_A_KEY, RAGGED),)  # noqa: RUF005
+    if len(out) > 1:
+        found = (found[0], _where_seen(out[1], first, offset, seqlen_k, window, SEES_A_KEY, RAGGED))
     return found
 
 

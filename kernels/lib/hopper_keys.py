@@ -21,7 +21,6 @@ from fa2tune.kernels.lib.hopper_forward import (
 )
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
-    first_width,
     product_layout,
     product_of_rows,
     products_done,
@@ -75,14 +74,14 @@ def over_keys(
     block j - 1, whose P is carried. RESCALE "never": no score times qk_scale exceeds peak by more than P's type can hold."""
     dtype: gl.constexpr = smem.v[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_N)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(first_width(smem.v[0].shape[-1], form.USED_DV)), 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
     AS_PAIRS: gl.constexpr = pairs_suit(form.WIDEST, form.RIGHT_BOUNDED)
     for j in range(begin, end):
         entry = seen.done + j
         v_stage = (entry - 1) % form.STAGES
         s_next = issue_scores(q_tile, smem, barriers, entry, True, CONSUMER, form)
         mbarrier.wait(barriers.v_ready.index(v_stage), ((entry - 1) // form.STAGES) & 1)
-        o_next = add_products(of_carried(p, dtype, p_layout), used_of(tiles_in(smem.v, v_stage), form.USED_DV), acc)
+        o_next = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_stage), acc)
         if form.PINGPONG:
             signal_next_turn(CONSUMER, form.GROUPS)
         s = warpgroup_mma_wait(len(acc), deps=[s_next])

@@ -17,9 +17,6 @@ from fa2tune.kernels.lib.hopper import (
     warpgroup_mma_wait,
 )
 
-#: More columns than a tile has.
-ALL = gl.constexpr(1024)
-
 
 @gluon.constexpr_function
 def product_layout(columns):
@@ -115,30 +112,6 @@ def powers_of_two(columns, used):
     return tuple(found)
 
 
-@gluon.constexpr_function
-def first_width(columns, used):
-    """Columns of the first piece."""
-    return powers_of_two(columns, used)[0][1]
-
-
-@gluon.constexpr_function
-def columns_before(tiles, begin, end):
-    """Of tiles [begin, end)."""
-    return sum(tile.shape[-1] for tile in tiles[begin:end])
-
-
-@gluon.constexpr_function
-def pieces_within(tiles, columns):
-    """How many of the first tiles lie within so many columns."""
-    count, total = 0, 0
-    for tile in tiles:
-        total += tile.shape[-1]
-        if total > columns:
-            break
-        count += 1
-    return count
-
-
 @gluon.jit
 def _piece_of(tile, BEGIN: gl.constexpr, WIDTH: gl.constexpr):
     found = tile
@@ -163,19 +136,11 @@ def used_of(tiles, USED: gl.constexpr):
 
 
 @gluon.jit
-def loaded(tiles, layout: gl.constexpr, HELD: gl.constexpr = ALL):
-    """The parts of a tile, or its pieces, in registers: those that lie within the first HELD columns."""
-    found = (_held(tiles[0], layout, HELD),)
+def loaded(tiles, layout: gl.constexpr):
+    """The parts of a tile, or its pieces, in registers."""
+    found = (tiles[0].load(layout),)
     for i in gl.static_range(1, len(tiles)):
-        found = found + (_held(tiles[i], layout, HELD - columns_before(tiles, 0, i)),)  # noqa: RUF005
-    return found
-
-
-@gluon.jit
-def _held(tile, layout: gl.constexpr, COLUMNS: gl.constexpr):
-    found = tile
-    if tile.shape[-1] <= COLUMNS:
-        found = tile.load(layout)
+        found = found + (tiles[i].load(layout),)  # noqa: RUF005
     return found
 
 
@@ -200,32 +165,25 @@ def product_of_rows(a, b, start):
 
 
 @gluon.jit
-def zeros_for(v_smem, HEIGHT: gl.constexpr, USED: gl.constexpr = ALL):
-    """Accumulators [HEIGHT, columns] float32 for the parts of V, or for the pieces of its first USED columns."""
-    PIECES: gl.constexpr = powers_of_two(v_smem[0].shape[-1], USED)
-    found = (_zeros(HEIGHT, PIECES[0][1]),)
-    for i in gl.static_range(1, len(PIECES)):
-        found = found + (_zeros(HEIGHT, PIECES[i][1]),)  # noqa: RUF005
+def zeros_for(v_smem, HEIGHT: gl.constexpr):
+    """Accumulators [HEIGHT, columns] float32 for the parts of V."""
+    WIDTH: gl.constexpr = v_smem[0].shape[-1]
+    found = (gl.zeros([HEIGHT, WIDTH], gl.float32, product_layout(WIDTH)),)
     if len(v_smem) > 1:
-        REST: gl.constexpr = powers_of_two(v_smem[1].shape[-1], USED - v_smem[0].shape[-1])
-        for i in gl.static_range(len(REST)):
-            found = found + (_zeros(HEIGHT, REST[i][1]),)  # noqa: RUF005
+        REST: gl.constexpr = v_smem[1].shape[-1]
+        found = (found[0], gl.zeros([HEIGHT, REST], gl.float32, product_layout(REST)))
     return found
 
 
 @gluon.jit
-def _zeros(HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
-    return gl.zeros([HEIGHT, WIDTH], gl.float32, product_layout(WIDTH))
-
-
-@gluon.jit
 def add_products(p, v, acc):
-    """acc + p v in each part or piece, asynchronously: as many products are then under way as there are accumulators. p is in
-    the layout of a left factor of the first one, which is also that of the others."""
+    """acc + p v in each part, asynchronously: as many products are then under way as there are parts. p is in the layout of a
+    left factor of the first part, which is also that of the second."""
     found = (warpgroup_mma(p, v[0], acc[0], is_async=True),)
-    for i in gl.static_range(1, len(acc)):
-        again = gl.convert_layout(p, gl.DotOperandLayout(0, acc[i].type.layout, 2), assert_trivial=True)
-        found = found + (warpgroup_mma(again, v[i], acc[i], is_async=True),)  # noqa: RUF005
+    if len(acc) > 1:
+        layout: gl.constexpr = gl.DotOperandLayout(0, acc[1].type.layout, 2)
+        again = gl.convert_layout(p, layout, assert_trivial=True)
+        found = (found[0], warpgroup_mma(again, v[1], acc[1], is_async=True))
     return found
 
 
@@ -235,7 +193,8 @@ def products_done(acc):
     if len(acc) == 1:
         found = (warpgroup_mma_wait(0, deps=[acc[0]]),)
     else:
-        found = warpgroup_mma_wait(0, deps=acc)
+        first, rest = warpgroup_mma_wait(0, deps=[acc[0], acc[1]])
+        found = (first, rest)
     return found
 
 
@@ -295,7 +254,7 @@ def store_parts(tiles, descriptors, b, h, row, smem, slot):
 @gluon.jit
 def put_parts(tiles, descriptors, b, h, row, smem, slot):
     """The same through unused shared memory."""
-    if len(descriptors) == 1:
+    if len(tiles) == 1:
         put_in(tiles, descriptors, b, h, row, (smem[0].index(slot),))
     else:
         put_in(tiles, descriptors, b, h, row, (smem[0].index(slot), smem[1].index(slot)))
@@ -303,30 +262,21 @@ def put_parts(tiles, descriptors, b, h, row, smem, slot):
 
 @gluon.jit
 def put_in(tiles, descriptors, b, h, row, places):
-    """The same, each part through its own [1, 1, rows, columns]. A part's tiles may be the pieces of its first columns: the
-    others are then not written, and must lie behind the head dim."""
+    """The same, each part through its own [1, 1, rows, columns]."""
     first = places[0]
     HEIGHT: gl.constexpr = first.shape[-2]
     WIDTH: gl.constexpr = first.shape[-1]
-    COUNT: gl.constexpr = pieces_within(tiles, WIDTH)
-    _put(tiles, first.reshape([HEIGHT, WIDTH]), 0, COUNT)
-    if len(places) == 1:
+    first.reshape([HEIGHT, WIDTH]).store(tiles[0].to(first.dtype))
+    if len(tiles) == 1:
         fence_async_shared()
         store_block(descriptors[0], b, h, row, 0, first)
     else:
         rest = places[1]
         REST: gl.constexpr = rest.shape[-1]
-        _put(tiles, rest.reshape([HEIGHT, REST]), COUNT, len(tiles))
+        rest.reshape([HEIGHT, REST]).store(tiles[1].to(first.dtype))
         fence_async_shared()
         store_block(descriptors[0], b, h, row, 0, first)
         store_block(descriptors[1], b, h, row, WIDTH, rest)
-
-
-@gluon.jit
-def _put(tiles, place, BEGIN: gl.constexpr, END: gl.constexpr):
-    """Tiles [BEGIN, END), rounded, side by side from the first column of a place on."""
-    for i in gl.static_range(BEGIN, END):
-        _piece_of(place, columns_before(tiles, BEGIN, i), tiles[i].shape[-1]).store(tiles[i].to(place.dtype))
 
 
 @gluon.jit
@@ -336,16 +286,12 @@ def store_in_halves(tiles, descriptors, b, h, row, smem, slot):
     HALF: gl.constexpr = smem[0].shape[-1]
     place = smem[0].index(slot)
     tma_store_wait(0)
-    if len(tiles) == 1:
-        left, right = gl.split(tiles[0].to(place.dtype).reshape([HEIGHT, 2, HALF]).permute((0, 2, 1)))
-        halves = (left, right)
-    else:
-        halves = tiles
-    place.reshape([HEIGHT, HALF]).store(halves[0].to(place.dtype))
+    left, right = gl.split(tiles[0].to(place.dtype).reshape([HEIGHT, 2, HALF]).permute((0, 2, 1)))
+    place.reshape([HEIGHT, HALF]).store(left)
     fence_async_shared()
     store_block(descriptors[0], b, h, row, 0, place)
     tma_store_wait(0)
-    _put(halves, place.reshape([HEIGHT, HALF]), 1, len(halves))
+    place.reshape([HEIGHT, HALF]).store(right)
     fence_async_shared()
     store_block(descriptors[0], b, h, row, HALF, place)
 

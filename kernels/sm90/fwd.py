@@ -37,7 +37,6 @@ from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     descriptors_of,
     first_parts,
-    first_width,
     loaded,
     product_layout,
     products_done,
@@ -106,7 +105,7 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
     OFTEN: gl.constexpr = "lazy" if form.RESCALE == "never" else form.RESCALE
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_N)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(first_width(smem.v[0].shape[-1], form.USED_DV)), 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
     AS_PAIRS: gl.constexpr = pairs_suit(form.WIDEST, form.RIGHT_BOUNDED)
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
     window = call.window
@@ -141,7 +140,7 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
         mbarrier.wait(barriers.q_ready.index(q_slot), turn & 1)
     q_tile = used_of(q_shared, form.USED_D)
     if form.Q_IN_REGISTERS:
-        q_tile = loaded(q_tile, gl.DotOperandLayout(0, s_layout, 2), form.Q_HELD)
+        q_tile = loaded(q_tile, gl.DotOperandLayout(0, s_layout, 2))
     if form.Q_STAGES == 1:
         s = issue_scores(q_tile, smem, barriers, done, True, CONSUMER, form)
         if form.PINGPONG:
@@ -176,7 +175,7 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
     weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
     total = sum_parts(weights)
     p = to_carry(weights, dtype, p_layout, AS_PAIRS)
-    acc = zeros_for(smem.v, ROWS, form.USED_DV)
+    acc = zeros_for(smem.v, ROWS)
     if form.RIGHT_BOUNDED:
         acc, total, peak, p = over_keys(
             acc, total, peak, p, 1, n_masked, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, True
@@ -227,7 +226,7 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
             used_of(tiles_in(smem.q, q_slot), form.USED_D), smem, barriers, done, more, CONSUMER, form
         )
     mbarrier.wait(barriers.v_ready.index(v_entry % form.STAGES), (v_entry // form.STAGES) & 1)
-    acc = add_products(of_carried(p, dtype, p_layout), used_of(tiles_in(smem.v, v_entry % form.STAGES), form.USED_DV), acc)
+    acc = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_entry % form.STAGES), acc)
     if form.Q_STAGES == 1:  # the divisions run beside P V
         if form.RAGGED:
             next_head, next_m, next_end, next_q, _end_k, next_k = received_tile(queue, turn + 1, 4)
@@ -334,7 +333,6 @@ def fwd_hopper_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, RESCALE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr,
     NUMBERED: gl.constexpr, O_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, USED_D: gl.constexpr,
-    USED_DV: gl.constexpr, Q_HELD: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -385,7 +383,7 @@ def fwd_hopper_kernel(
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=Q_STAGES, PINGPONG=PINGPONG,
         RESCALE=RESCALE, Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS,
-        WIDEST=WIDEST, USED_D=USED_D, USED_DV=USED_DV, Q_HELD=Q_HELD, NEGATE=NEGATE, APPLY=APPLY, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,
+        WIDEST=WIDEST, USED_D=USED_D, NEGATE=NEGATE, APPLY=APPLY, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,
         FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED,
         RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=LONGEST_LAST,
     )  # fmt: skip
@@ -447,8 +445,6 @@ VARIANT = Variant(
         "NEGATE": spec.negate,
         **space.blocks(spec, config),
         "USED_D": used_columns(spec),
-        "USED_DV": 1024,
-        "Q_HELD": 1024,
         "O_COLUMNS": space.o_columns(spec, config),
         "CONSUMER_REGISTERS": space.registers(config),
     },
