@@ -3,7 +3,7 @@
     python benchmarks/ahead.py benchmarks/merged_heads.py RECORD...     # first: every binary, on all cores; no GPU
     python benchmarks/merged_heads.py RECORD... --out FILE [--seconds 300]  # resumes from the file
     python benchmarks/merged_heads.py RECORD... --list                  # what would be timed, as predicted for an H200; no GPU
-    python benchmarks/merged_heads.py --table FILE                      # a file, as text
+    python benchmarks/merged_heads.py [RECORD...] --table FILE          # a file, as text; of these records' calls what takes it
 
 RECORD: of benchmarks/random_calls.py; of its calls those of one key head whose query heads may be taken as one. Tensors, checks
 and races are those of benchmarks/workloads.py. Needs a GPU of compute capability 9.0.
@@ -36,11 +36,17 @@ from fa2tune.spec.problem import BACKWARD, Problem
 ONE_BY_ONE = "one by one"
 
 
+def calls_of(path: Path) -> dict[str, Any]:
+    """By name, of a record of a script of benchmarks/."""
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    found: dict[str, Any] = json.loads(text).get("calls", {})
+    return found
+
+
 def read(records: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
     """The calls of records of benchmarks/random_calls.py."""
     for path in records:
-        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        yield from json.loads(text).get("calls", {}).values()
+        yield from calls_of(path).values()
 
 
 def posed(calls: Iterable[Mapping[str, Any]], arch: int) -> dict[str, Problem]:
@@ -101,6 +107,17 @@ def chosen(problem: Problem, gpu: Gpu) -> tuple[str, ...]:
     return tuple(pass_ for pass_ in ("fwd", BACKWARD) if merging.merging(chooser, pass_) is not None)
 
 
+def taken(problems: Mapping[str, Problem], calls: Mapping[str, Mapping[str, Any]], gpu: Gpu) -> Iterator[str]:
+    """What the timed calls gain that take it, in a line for each pass."""
+    chosen_ = {name: chosen(problem, gpu) for name, problem in problems.items() if name in calls}
+    for pass_ in ("fwd", BACKWARD):
+        us = [calls[name][pass_]["us"] for name, passes in chosen_.items() if pass_ in passes]
+        gains = [one[side_by_side.SUBJECT] / one[ONE_BY_ONE] for one in us if len(one) == len(PEERS)]
+        if gains:
+            mean, slower = math.exp(statistics.fmean(map(math.log, gains))), sum(one > 1.02 for one in gains)
+            yield f"{pass_}: {len(gains)} take it, {mean:.3f} of the time; {slower} lose over 2 %, {max(gains):.2f} at most"
+
+
 def expectations(problems: Iterable[Problem], gpu: Gpu) -> Iterator[str]:
     """How many calls take it, and what they are expected to gain, in a line for each pass."""
     calls = [(chosen(problem, gpu), predicted(problem, gpu)) for problem in problems]
@@ -133,12 +150,13 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 def main(
     records: Sequence[Path], listed: bool, share: slice, seconds: float, out: Path | None, shown: Path | None
 ) -> None:
-    if shown is not None:
-        calls = json.loads(shown.read_text("utf-8"))["calls"]
-        click.echo("\n".join([*(line(name, call) for name, call in calls.items()), *ratios(calls)]))
-        return
     gpu = gpus.named("h200")
     problems = side_by_side.in_share(posed(read(records), gpu.arch), share)
+    if shown is not None:
+        calls = calls_of(shown)
+        said = [*(line(name, call) for name, call in calls.items()), *ratios(calls), *taken(problems, calls, gpu)]
+        click.echo("\n".join(said))
+        return
     if listed:
         for name, problem in problems.items():
             click.echo(f"{name}: {predicted(problem, gpu)}")

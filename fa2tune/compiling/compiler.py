@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fa2tune import versions
-from fa2tune.compiling import hostside
+from fa2tune.compiling import hostside, trimmed
 from fa2tune.compiling.debuginfo import no_line_numbers
 from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.compiling.registry import variant_named
@@ -282,7 +282,8 @@ def source(variant: Variant, spec: Specialization, config: Config) -> Any:
     kinds, assumed = signature(variant, spec, config), attributes(variant, spec, config)
     kernel = variant.kernel.real() if isinstance(variant.kernel, hostside.Kernel) else variant.kernel
     found = language(fn=kernel, signature=kinds, constexprs=values, attrs=assumed)
-    found.hash, found.make_ir = _parsing(found.hash), _parsing(found.make_ir)
+    of_source, more = _parsing(found.hash), trimmed.suffix(variant.used(spec, config))
+    found.hash, found.make_ir = (lambda: of_source() + more), _parsing(found.make_ir)
     return found
 
 
@@ -315,7 +316,7 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
             f"{variant.short_name} uses something that this Triton does not have: {error}"[:300]
         ) from error
     try:
-        with no_line_numbers():
+        with no_line_numbers(), trimmed.products(variant.used(spec, config)):
             compiled = triton.compile(asked, target=GPUTarget("cuda", arch, 32), options=options(config))
     except (OSError, MemoryError):
         raise

@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any
 
 from fa2tune import versions
-from fa2tune.compiling import binaries, compiler, fingerprint, overrules
+from fa2tune.compiling import binaries, compiler, fingerprint, overrules, trimmed
 from fa2tune.compiling.binaries import BinariesError, Entry
 from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.launching.image import Image, MapFormat
@@ -75,6 +75,7 @@ def code_of(variant: Variant, spec: Specialization, config: Config, arch: int) -
         variant.short_name, fingerprint.kernel_hash(variant, spec.mask, spec.score), arch,
         compiler.signature(variant, spec, config, layouts=False), repr(compiler.constexprs(variant, spec, config)),
         repr(compiler.attributes(variant, spec, config)), repr(sorted(compiler.options(config).items())),
+        *filter(None, [trimmed.suffix(variant.used(spec, config))]),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
 

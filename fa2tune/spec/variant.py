@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fa2tune.spec.maskfile import LAST_KEY
 from fa2tune.spec.problem import Config, Problem, Specialization
@@ -143,13 +144,23 @@ PORTABLE_FOLDER = "portable"
 #: What each callback of a Variant takes. One that does not use a parameter names it with an underscore.
 SIGNATURES = {
     "grid": ("problem", "config", "sm_count", "early"), "constants": ("spec", "config"), "passes_on": ("spec", "config"),
-    "passes_before": ("spec", "config"),
+    "passes_before": ("spec", "config"), "used": ("spec", "config"),
     "surrounded": ("config", "name"), "early": ("spec", "config"), "workspaces": ("problem", "config"),
     "scalars": ("problem", "config", "early"), "fitted": ("spec", "config"), "suited": ("problem", "config"),
 }  # fmt: skip
 
 #: Tensor -> (shape, element type "fp32", "bf16", "i32", or "" for the problem's dtype), or the name of another: its memory.
 Workspaces = Mapping[str, tuple[tuple[int, ...], str] | str]
+
+
+class Used(NamedTuple):
+    """Of products of tiles that are powers of two wide, how many of the first columns a head dim fills, by the tile's width
+    where those are fewer (compiling/trimmed.py)."""
+
+    #: of results, in steps of 8: where the right factor has them side by side in memory
+    results: Mapping[int, int] = MappingProxyType({})
+    #: that are summed over, in steps of 16: where both factors have them side by side in memory, and zeros behind them
+    sums: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,6 +187,8 @@ class Variant:
     floats: tuple[str, ...] = ("qk_scale", "softmax_scale", *SCORE)
     #: (specialization, config) -> constexprs that follow from them
     constants: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
+    #: (specialization, config) -> which columns of its products are used
+    used: Callable[[Specialization, Config], Used] = field(default=lambda spec, config: Used())
     min_arch: int = 80  #: lowest compute capability it compiles for
     max_arch: int = 999  #: and highest
     #: tensor parameter -> another, of whose memory it is one more descriptor: of the columns behind the other's block. Compiled

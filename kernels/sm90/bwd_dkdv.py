@@ -45,7 +45,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_split import key_tile, of_keys, rows_of_head
-from fa2tune.search_spaces.lib.hopper import part_dims
+from fa2tune.search_spaces.lib.hopper import part_dims, used_by
 from fa2tune.search_spaces.sm90 import bwd_dkdv as space
 from fa2tune.spec.variant import Variant
 
@@ -332,6 +332,7 @@ VARIANT = Variant(
         "ROWS_N": space.KEYS if config["OWN"] == "keys" else config["BLOCK_N"],
         "CONSUMER_REGISTERS": space.REGISTERS,
     },
+    used=lambda spec, config: used_by(spec, part_dims(spec, config), ("D", "DV"), ("D", "DV")),
     min_arch=90,
     max_arch=90,
     early=lambda _spec, config: bool(config.get("EARLY_START")),

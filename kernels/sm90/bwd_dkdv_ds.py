@@ -41,7 +41,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     tiles_in,
     zeros_for,
 )
-from fa2tune.search_spaces.lib.hopper import part_dims
+from fa2tune.search_spaces.lib.hopper import part_dims, used_by
 from fa2tune.search_spaces.sm90 import bwd_dkdv_ds as space
 from fa2tune.search_spaces.sm90 import bwd_dq_ds
 from fa2tune.spec.variant import Variant
@@ -204,6 +204,7 @@ VARIANT = Variant(
     rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v", "do_rest": "do", "dk_rest": "dk", "dv_rest": "dv"},
     grid=lambda problem, config, _sm_count, _early: problem.key_tiles(config["BLOCK_N"]) * problem.heads_kv,
     constants=lambda spec, config: part_dims(spec, config),
+    used=lambda spec, config: used_by(spec, part_dims(spec, config), ("D", "DV"), ("D", "DV")),
     grid_dimensions=("DQ_GROUPS", "SLICES"),
     min_arch=90,
     max_arch=90,

@@ -33,7 +33,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_split import of_queries, rows_of_head, tile_in_order
-from fa2tune.search_spaces.lib.hopper import part_dims
+from fa2tune.search_spaces.lib.hopper import part_dims, used_by
 from fa2tune.search_spaces.portable import packed_order
 from fa2tune.search_spaces.sm90 import bwd_dq as space
 from fa2tune.spec.problem import Config, Problem, Specialization
@@ -251,6 +251,7 @@ VARIANT = Variant(
         **part_dims(spec, config),
         "CONSUMER_REGISTERS": space.REGISTERS[config["GROUPS"]],
     },
+    used=lambda spec, config: used_by(spec, part_dims(spec, config), ("D",), ("D", "DV")),
     min_arch=90,
     max_arch=90,
     packed_before=("portable/packed_order",),

@@ -17,7 +17,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     tiles_in,
     zeros_for,
 )
-from fa2tune.search_spaces.lib.hopper import part_dims
+from fa2tune.search_spaces.lib.hopper import part_dims, used_by
 from fa2tune.search_spaces.sm90 import bwd_dq_ds as space
 from fa2tune.spec.variant import Variant
 
@@ -175,6 +175,7 @@ VARIANT = Variant(
         **{name: wide for name, wide in part_dims(spec, config).items() if name in ("BLOCK_D", "REST_D")},
         "STAGES": space.stages(spec, config), "CONSUMER_REGISTERS": space.REGISTERS[config["GROUPS"]],
     },
+    used=lambda spec, config: used_by(spec, part_dims(spec, config), ("D",)),
     min_arch=90,
     max_arch=90,
 )  # fmt: skip

@@ -26,7 +26,7 @@ from fa2tune.kernels.lib.hopper_dq import (
 )
 from fa2tune.kernels.lib.hopper_key_parts import store_columns
 from fa2tune.kernels.lib.hopper_parts import descriptors_of, product_layout, shared_for, tiles_in, zeros_for
-from fa2tune.search_spaces.lib.hopper import part_dims
+from fa2tune.search_spaces.lib.hopper import part_dims, used_by
 from fa2tune.search_spaces.sm90 import bwd_dq, bwd_dq_split
 from fa2tune.spec.variant import Variant
 
@@ -166,6 +166,7 @@ VARIANT = Variant(
     constants=lambda spec, config: {
         **part_dims(spec, config), "CONSUMER_REGISTERS": bwd_dq.REGISTERS[config["GROUPS"]],
     },
+    used=lambda spec, config: used_by(spec, part_dims(spec, config), ("D",), ("D", "DV")),
     min_arch=90,
     max_arch=90,
 )  # fmt: skip

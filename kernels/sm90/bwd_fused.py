@@ -453,6 +453,7 @@ VARIANT = Variant(
     grid=_grid,
     grid_dimensions=("PERSISTENT",),
     constants=space.derived,
+    used=space.used,
     min_arch=90, max_arch=90,
     before=("sm90/bwd_prepare", "sm90/bwd_prepare_overlapped"),
     after=("sm90/bwd_finish",),

@@ -48,7 +48,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_tiles, received_tile, sequence_of
-from fa2tune.search_spaces.lib.hopper import used_columns
+from fa2tune.search_spaces.lib.hopper import used_by, used_columns
 from fa2tune.search_spaces.portable.fwd_norms import norms_shape
 from fa2tune.search_spaces.portable.packed_order import order_and_counter
 from fa2tune.search_spaces.sm90 import fwd as space
@@ -448,6 +448,7 @@ VARIANT = Variant(
         "O_COLUMNS": space.o_columns(spec, config),
         "CONSUMER_REGISTERS": space.registers(config),
     },
+    used=lambda spec, config: used_by(spec, space.blocks(spec, config), ("DV",)),
     min_arch=90,
     max_arch=90,
     before=("portable/fwd_norms",),

@@ -48,7 +48,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_parts, received_tile, sequence_of
-from fa2tune.search_spaces.lib.hopper import part_dims, used_columns
+from fa2tune.search_spaces.lib.hopper import part_dims, used_by, used_columns
 from fa2tune.search_spaces.portable.packed_order import order_and_counter
 from fa2tune.search_spaces.sm90 import fwd, fwd_split
 from fa2tune.spec.problem import Config, Problem
@@ -293,6 +293,7 @@ VARIANT = Variant(
         "NEGATE": spec.negate, **part_dims(spec, config), "CONSUMER_REGISTERS": fwd_split.HELD[config["BLOCK_M"]][2],
         "USED_D": used_columns(spec),
     },
+    used=lambda spec, config: used_by(spec, part_dims(spec, config), ("DV",)),
     min_arch=90,
     max_arch=90,
     packed_before=("portable/packed_order",),

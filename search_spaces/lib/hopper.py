@@ -1,11 +1,14 @@
 """What the search spaces of the Hopper kernels share."""
 
+from collections.abc import Iterable, Mapping
+
 from fa2tune.search_spaces.lib.common import sixteen_bit
 from fa2tune.spec.problem import Config, Specialization, head_dim_parts, padded_head_dim
-from fa2tune.spec.variant import Constraint
+from fa2tune.spec.variant import Constraint, Used
 
 SHARED_BYTES = 227 * 1024  #: a block's most on compute capability 9.0
 BARRIER_BYTES = 1024  #: barriers, and what a partition's arguments take
+TRIMMED_FROM = 64  #: columns of a second part that ``trimmed`` is asked of; of a first part twice as many
 SECTOR = 16  #: elements of 32 bytes, of which memory is read
 #: Registers of a consumer thread of a forward beside its tiles: with fewer ptxas spills.
 SPARE_REGISTERS = 32
@@ -46,6 +49,31 @@ def part_dims(spec: Specialization, config: Config) -> dict[str, int]:
 def used_columns(spec: Specialization) -> int:
     """Of the columns of Q's and K's tiles, the first ones that are not all zeros, in steps of a wgmma."""
     return -(-spec.head_dim // 16) * 16
+
+
+def trimmed(*head_dims: tuple[int, int, int], step: int = 8) -> dict[int, int]:
+    """Columns of a tile of products -> the first of them, in steps, that a head dim fills, where those are fewer.
+    ``head_dims``: (head dim, columns of its first part, of the rest), whose products the kernel has. Of fewer than
+    ``TRIMMED_FROM`` columns a product takes as long as of more."""
+    found = dict[int, int]()
+    for dim, first, rest in head_dims:
+        used = -(-dim // step) * step
+        for tile, filled, least in ((first, used, 2 * TRIMMED_FROM), (rest, used - first, TRIMMED_FROM)):
+            if tile >= least:
+                found[tile] = max(found.get(tile, 0), min(tile, filled))
+    return {tile: filled for tile, filled in found.items() if filled < tile}
+
+
+def used_by(spec: Specialization, blocks: Mapping[str, int], results: Iterable[str], sums: Iterable[str] = ()) -> Used:
+    """Of a kernel's ``blocks``, those of ``part_dims``. ``results``, ``sums``: whose columns its products have, or sum over:
+    "D", Q's and K's, "DV", V's."""
+    dims = {"D": spec.head_dim, "DV": spec.head_dim_v}
+    of = {
+        side: (dim, blocks[f"BLOCK_{side}"], blocks[f"REST_{side}"])
+        for side, dim in dims.items()
+        if f"BLOCK_{side}" in blocks
+    }
+    return Used(trimmed(*(of[side] for side in results)), trimmed(*(of[side] for side in sums), step=16))
 
 
 def columns(spec: Specialization, config: Config) -> tuple[int, int]:

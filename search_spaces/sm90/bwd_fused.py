@@ -10,9 +10,10 @@ from fa2tune.search_spaces.lib.hopper import (
     SIXTEEN_BIT,
     TMA_ADDRESSES_TENSORS,
     block_dims,
+    trimmed,
 )
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
-from fa2tune.spec.variant import Constraint, SearchSpace, added
+from fa2tune.spec.variant import Constraint, SearchSpace, Used, added
 
 GROUPS, KEYS = 2, 64  #: consumer groups of four warps, and the keys of each
 REGISTERS = 240  #: that a consumer thread gets: what 64 Ki leave beside a producer of 24
@@ -132,6 +133,12 @@ def derived(spec: Specialization, config: Config) -> dict[str, Any]:
         # not fit; of groups apart the loops get slower by more than a tile's end gets faster
         "K_STAGES": 2 if one and d <= 64 else 1,
     }  # fmt: skip
+
+
+def used(spec: Specialization, config: Config) -> Used:
+    """Results: of dK and dV; dQ's are of half of its columns."""
+    head_dims = (spec.head_dim, *parts(spec, config)), (spec.head_dim_v, *parts_v(spec, config))
+    return Used(trimmed(*head_dims), trimmed(*head_dims, step=16))
 
 
 def helpers(problem: Problem, config: Config, sm_count: int) -> int:
