@@ -21,7 +21,7 @@ from typing import Any
 from fa2tune.spec.variant import Used
 
 #: Of whom an edited kernel's key in Triton's cache has to tell: another number where ``edited`` changes.
-FORMAT = 1
+EDITION = 1
 SUMMED = 16  #: columns that a wgmma of 16-bit numbers sums over
 #: A wgmma of 16-bit numbers: columns, kind, registers of the result; then the left factor, registers or a descriptor, the right
 #: one's descriptor, a predicate, two signs and which of the factors in memory are transposed. The right one is where columns of
@@ -76,7 +76,7 @@ def _trimmed(product: re.Match[str], used: Used) -> str:
 
 def suffix(used: Used) -> str:
     """What a kernel's key has besides its source: nothing, where whole tiles are used."""
-    return f" trimmed {FORMAT} {sorted(used.results.items())} {sorted(used.sums.items())}" if any(used) else ""
+    return f" trimmed {EDITION} {sorted(used.results.items())} {sorted(used.sums.items())}" if any(used) else ""
 
 
 def _hook(*stage: Any) -> Any:

@@ -184,7 +184,7 @@ def test_a_narrower_kernel_has_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch)
     variant, spec = registry.variant_named("sm90/fwd"), Specialization("bf16", 224, 224, "full")
     config = variant.space.default(spec, 90)
     keys = [compiler.source(variant, spec, config).hash()]
-    monkeypatch.setattr(trimmed, "FORMAT", trimmed.FORMAT + 1)
+    monkeypatch.setattr(trimmed, "EDITION", trimmed.EDITION + 1)
     keys.append(compiler.source(variant, spec, config).hash())
     monkeypatch.setattr(trimmed, "suffix", lambda _widths: "")
     keys.append(compiler.source(variant, spec, config).hash())
