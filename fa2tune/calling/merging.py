@@ -31,7 +31,8 @@ from fa2tune.spec.roles import BWD_ONE_TILE
 #: another order before.
 MARGIN, LSE_US = 0.03, 3.0
 #: Under the causal mask of its rows it takes longer than the estimates say, which are those of the mask of one head: by 1.05 in
-#: the geometric mean of 75 forwards of an H200 (benchmarks/merged_heads.py), by 1.03 in that of 57 backwards.
+#: the geometric mean of 75 forwards of an H200 (benchmarks/merged_heads.py), by 1.03 in that of 57 backwards. Both are counted
+#: alike.
 STACKED_COST = 1.05
 #: Forwards of fewer queries are left to kernels that split keys, whose tiles have the rows of all heads already.
 LEAST_QUERIES = grouped_schedule.LEAST_QUERIES

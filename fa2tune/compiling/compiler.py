@@ -6,6 +6,7 @@ this process or another.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 import os
@@ -23,6 +24,7 @@ from fa2tune.compiling import hostside, trimmed
 from fa2tune.compiling.debuginfo import no_line_numbers
 from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.compiling.registry import variant_named
+from fa2tune.logs import warn_once
 from fa2tune.spec.extent import DENSE, OFFSETS, PACKED, PACKED_ROWS_OF, RAGGED
 from fa2tune.spec.maskfile import hooks_of, mask_named
 from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
@@ -36,6 +38,7 @@ from fa2tune.spec.variant import (
     SCORE,
     SCORE_HOOKS,
     WINDOW,
+    Used,
     Variant,
     implementation_of,
 )
@@ -273,6 +276,11 @@ def _parsing(method: Callable[..., Any]) -> Callable[..., Any]:
     return in_turn
 
 
+def used(variant: Variant, spec: Specialization, config: Config) -> Used:
+    """Which columns of its products a kernel uses, where those are fewer than its tiles have."""
+    return variant.used(spec, variant.space.completed(config))
+
+
 def source(variant: Variant, spec: Specialization, config: Config) -> Any:
     """Triton's ASTSource of one config, or Gluon's. Threads may compile theirs at once."""
     from triton.compiler import ASTSource
@@ -282,8 +290,9 @@ def source(variant: Variant, spec: Specialization, config: Config) -> Any:
     kinds, assumed = signature(variant, spec, config), attributes(variant, spec, config)
     kernel = variant.kernel.real() if isinstance(variant.kernel, hostside.Kernel) else variant.kernel
     found = language(fn=kernel, signature=kinds, constexprs=values, attrs=assumed)
-    of_source, more = _parsing(found.hash), trimmed.suffix(variant.used(spec, config))
-    found.hash, found.make_ir = (lambda: of_source() + more), _parsing(found.make_ir)
+    hashed, more = _parsing(found.hash), trimmed.suffix(used(variant, spec, config))
+    found.make_ir = _parsing(found.make_ir)
+    found.hash = (lambda: hashlib.sha256(f"{hashed()}{more}".encode()).hexdigest()) if more else hashed
     return found
 
 
@@ -316,7 +325,7 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
             f"{variant.short_name} uses something that this Triton does not have: {error}"[:300]
         ) from error
     try:
-        with no_line_numbers(), trimmed.products(variant.used(spec, config)):
+        with no_line_numbers(), trimmed.products(used(variant, spec, config)):
             compiled = triton.compile(asked, target=GPUTarget("cuda", arch, 32), options=options(config))
     except (OSError, MemoryError):
         raise
@@ -324,6 +333,10 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         kind = HostTrouble if _PTXAS_KILLED.search(str(error)) else CompileError
         raise kind(f"{type(error).__name__}: {reason.strip()}"[:300]) from error
+    if trimmed.edited(compiled.asm["ptx"], used(variant, spec, config)) != compiled.asm["ptx"]:
+        warn_once(
+            "kernels for head dims that do not fill their tiles are slower than they could be: Triton ran no hook for PTX"
+        )
     if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
         raise CompileError(f"{variant.short_name} needs scratch memory, which is not supported")
     return compiled

@@ -1,10 +1,10 @@
 """Products of as many columns as a head dim has, where Gluon's tiles are powers of two wide.
 
 A wgmma has any multiple of 8 columns up to 256, and sums over 16. Gluon asks for one as wide as its tile, and for as many of
-them as it takes to sum over one: for a head dim of 200, over and for 256 columns. So the PTX of such kernels is edited before
-ptxas has it. A wgmma names the columns that are used, and the first registers of its result. The others stay as they were:
-zeros, as the right factor has them there, or what lies behind the head dim, where nothing is stored. And those are left out
-that multiply columns of zeros.
+them as it takes to sum over one: for a head dim of 200, of 256 columns and over 256. So the PTX of such kernels is edited
+before ptxas has it. A wgmma names the columns that are used, and the first registers of its result. The others stay as they
+were: zeros, as the right factor has them there, or what lies behind the head dim, where nothing is stored. And those are left
+out that multiply columns of zeros.
 
 Triton has one hook for what comes between its stages. It is set while such a kernel is compiled, in however many threads, and
 a hook that is there already runs first.
@@ -20,7 +20,7 @@ from typing import Any
 
 from fa2tune.spec.variant import Used
 
-#: Of whom an edited kernel's key in Triton's cache has to tell: another number where ``edited`` changes.
+#: Part of an edited kernel's key in Triton's cache, and in files of binaries: another number where ``edited`` changes.
 EDITION = 1
 SUMMED = 16  #: columns that a wgmma of 16-bit numbers sums over
 #: A wgmma of 16-bit numbers: columns, kind, registers of the result; then the left factor, registers or a descriptor, the right
@@ -82,12 +82,12 @@ def suffix(used: Used) -> str:
 def _hook(*stage: Any) -> Any:
     """As Triton calls it: with (backend, stages, options, language, capability) to change ``stages``; with nothing for what the
     key and the hash of a kernel have to tell."""
-    used = getattr(_of_thread, "used", Used())
+    used, before = getattr(_of_thread, "used", Used()), _before
     if not stage:
-        known = _before() if _before is not None else ("", "")
+        known = before() if before is not None else ("", "")
         return tuple(f"{one}{suffix(used)}" for one in known)
-    if _before is not None:
-        _before(*stage)
+    if before is not None:
+        before(*stage)
     stages = stage[1]
     if any(used) and "ptx" in stages:
         made = stages["ptx"]
@@ -107,7 +107,10 @@ def products(used: Used) -> Iterator[None]:
 
     with _lock:
         if not _compiling:
-            _before = getattr(knobs.runtime, "add_stages_inspection_hook", None)
+            there = getattr(knobs.runtime, "add_stages_inspection_hook", None)
+            _before = (
+                None if there is _hook else there
+            )  # a scope of knobs that ended in another thread may have left it
             knobs.runtime.add_stages_inspection_hook = _hook
         _compiling += 1
     _of_thread.used = used
@@ -118,5 +121,6 @@ def products(used: Used) -> Iterator[None]:
         with _lock:
             _compiling -= 1
             if not _compiling:
-                knobs.runtime.add_stages_inspection_hook = _before
+                if knobs.runtime.add_stages_inspection_hook is _hook:  # else one has been set since
+                    knobs.runtime.add_stages_inspection_hook = _before
                 _before = None

@@ -75,7 +75,7 @@ def code_of(variant: Variant, spec: Specialization, config: Config, arch: int) -
         variant.short_name, fingerprint.kernel_hash(variant, spec.mask, spec.score), arch,
         compiler.signature(variant, spec, config, layouts=False), repr(compiler.constexprs(variant, spec, config)),
         repr(compiler.attributes(variant, spec, config)), repr(sorted(compiler.options(config).items())),
-        *filter(None, [trimmed.suffix(variant.used(spec, config))]),
+        *filter(None, [trimmed.suffix(compiler.used(variant, spec, config))]),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
 

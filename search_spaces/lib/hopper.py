@@ -8,7 +8,7 @@ from fa2tune.spec.variant import Constraint, Used
 
 SHARED_BYTES = 227 * 1024  #: a block's most on compute capability 9.0
 BARRIER_BYTES = 1024  #: barriers, and what a partition's arguments take
-TRIMMED_FROM = 64  #: columns of a second part that ``trimmed`` is asked of; of a first part twice as many
+TRIMMED_FROM = 64  #: columns of a second part from which on its products are trimmed; of a first part twice as many
 SECTOR = 16  #: elements of 32 bytes, of which memory is read
 #: Registers of a consumer thread of a forward beside its tiles: with fewer ptxas spills.
 SPARE_REGISTERS = 32
@@ -53,15 +53,16 @@ def used_columns(spec: Specialization) -> int:
 
 def trimmed(*head_dims: tuple[int, int, int], step: int = 8) -> dict[int, int]:
     """Columns of a tile of products -> the first of them, in steps, that a head dim fills, where those are fewer.
-    ``head_dims``: (head dim, columns of its first part, of the rest), whose products the kernel has. Of fewer than
-    ``TRIMMED_FROM`` columns a product takes as long as of more."""
-    found = dict[int, int]()
+    ``head_dims``: (head dim, columns of its first part, of the rest) of all products of the kernel: those of tiles of one width
+    are trimmed alike. None is where no product has ``TRIMMED_FROM`` columns, or twice as many in a first part."""
+    found, worth = dict[int, int](), set[int]()
     for dim, first, rest in head_dims:
         used = -(-dim // step) * step
         for tile, filled, least in ((first, used, 2 * TRIMMED_FROM), (rest, used - first, TRIMMED_FROM)):
-            if tile >= least:
+            if tile:
                 found[tile] = max(found.get(tile, 0), min(tile, filled))
-    return {tile: filled for tile, filled in found.items() if filled < tile}
+                worth |= {tile} if tile >= least else set()
+    return {tile: filled for tile, filled in found.items() if tile in worth and filled < tile}
 
 
 def used_by(spec: Specialization, blocks: Mapping[str, int], results: Iterable[str], sums: Iterable[str] = ()) -> Used:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import itertools
 import re
 import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -75,6 +79,9 @@ def test_products_over_columns_of_zeros_are_left_out() -> None:
         ([(104, 128, 0), (128, 128, 0)], {}),
         ([(176, 128, 64), (104, 128, 0)], {64: 48}),
         ([(208, 256, 0), (88, 128, 0)], {256: 208, 128: 88}),
+        ([(176, 128, 64), (64, 64, 0)], {}),
+        ([(176, 128, 64), (96, 64, 32)], {}),
+        ([(176, 128, 64), (40, 64, 0)], {64: 48}),
     ],
 )
 def test_the_widest_product_of_a_tile_says_how_wide_all_are(
@@ -134,33 +141,64 @@ def test_other_threads_compile_as_they_would_without_it() -> None:
     assert hook() is None
 
 
+def test_a_hook_that_is_set_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", None)
+    with trimmed.products(Used({256: 200})):
+        knobs.runtime.add_stages_inspection_hook = theirs = lambda *_: ("", "")
+    assert hook() is theirs
+
+
+def test_its_own_hook_that_a_scope_of_knobs_left_is_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", trimmed._hook)
+    with trimmed.products(Used({256: 200})):
+        assert hook()() == (trimmed.suffix(Used({256: 200})),) * 2
+    assert hook() is None
+
+
+def test_another_edit_has_another_number() -> None:
+    """Triton's cache and files of binaries know an edit by EDITION alone: increase it with the digest."""
+    edits = "".join(map(inspect.getsource, (trimmed.edited, trimmed._runs, trimmed._trimmed))) + trimmed._WGMMA.pattern
+    assert (trimmed.EDITION, hashlib.sha256(edits.encode()).hexdigest()[:8]) == (1, "a95bf99b")
+
+
+def test_a_compile_without_the_hook_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned = list[str]()
+    monkeypatch.setattr(compiler, "warn_once", warned.append)
+    monkeypatch.setattr(trimmed, "EDITION", 0)  # compiled anew
+    monkeypatch.setattr(trimmed, "products", lambda _used: nullcontext())
+    variant, spec = registry.variant_named("sm90/bwd_dq_ds"), Specialization("bf16", 208, 208, "full")
+    compiler.compile_kernel(variant, spec, variant.space.default(spec, 90), 90)
+    assert len(warned) == 1 and "slower" in warned[0]
+
+
 def test_it_is_gone_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), trimmed.products(Used({256: 200})):
         _ = 1 / 0
     assert hook() is None
 
 
-#: Kernel, head dims, columns of results -> products that have them, columns that none has, products of scores and dP
+#: Kernel, head dims, columns of results -> products that have them, products of scores and dP
 CASES = [
-    ("sm90/fwd", 208, 208, {208: 16}, {256}, 52),
-    ("sm90/fwd", 224, 104, {104: 16}, {128}, 56),
-    ("sm90/fwd", 176, 176, {128: 16, 48: 16}, set(), 44),
-    ("sm90/fwd_split", 104, 104, {104: 32}, set(), 28),
-    ("sm90/fwd_grouped", 224, 224, {224: 16}, {256}, 56),
-    ("sm90/bwd_fused", 104, 104, {104: 32}, {128}, 64 // 8 * 7),
-    ("sm90/bwd_dkdv", 208, 208, {208: 12}, {256}, 80 // 16 * 13),
-    ("sm90/bwd_dkdv_ds", 176, 176, {128: 12, 48: 12}, {256}, 60 // 12 * 11),
-    ("sm90/bwd_dq", 200, 200, {200: 16}, {256}, 128 // 16 * 13),
-    ("sm90/bwd_dq", 208, 104, {208: 16}, {256}, 64 // 16 * 13 + 32 // 8 * 7),
-    ("sm90/bwd_dq_ds", 200, 200, {200: 8}, {256}, 0),
-    ("sm90/bwd_dq_split", 112, 112, {112: 16}, {128}, 64 // 8 * 7),
+    ("sm90/fwd", 208, 208, {208: 16}, 52),
+    ("sm90/fwd", 224, 104, {104: 16}, 56),
+    ("sm90/fwd", 176, 176, {128: 16, 48: 16}, 44),
+    ("sm90/fwd_split", 104, 104, {104: 32}, 28),
+    ("sm90/fwd_grouped", 224, 224, {224: 16}, 56),
+    ("sm90/bwd_fused", 104, 104, {104: 32, 64: 48}, 64 // 8 * 7),
+    ("sm90/bwd_dkdv", 208, 208, {208: 12}, 80 // 16 * 13),
+    ("sm90/bwd_dkdv", 176, 64, {128: 4, 64: 12}, 44),  # a tile of 64 columns is V's, too
+    ("sm90/bwd_dkdv_ds", 176, 176, {128: 12, 48: 12}, 60 // 12 * 11),
+    ("sm90/bwd_dq", 200, 200, {200: 16}, 128 // 16 * 13),
+    ("sm90/bwd_dq", 208, 104, {208: 16}, 64 // 16 * 13 + 32 // 8 * 7),
+    ("sm90/bwd_dq_ds", 200, 200, {200: 8}, 0),
+    ("sm90/bwd_dq_split", 112, 112, {112: 16}, 64 // 8 * 7),
 ]  # fmt: skip
 _PRODUCT = re.compile(r"m64n(\d+)k16\S* \{[^}]*\}, [^;]*, ([01]);")
 
 
-@pytest.mark.parametrize(("name", "dim", "dim_v", "wanted", "none", "sums"), CASES)
+@pytest.mark.parametrize(("name", "dim", "dim_v", "wanted", "sums"), CASES)
 def test_kernels_multiply_the_columns_of_their_head_dims(
-    name: str, dim: int, dim_v: int, wanted: dict[int, int], none: set[int], sums: int
+    name: str, dim: int, dim_v: int, wanted: dict[int, int], sums: int
 ) -> None:
     variant, spec = registry.variant_named(name), Specialization("bf16", dim, dim_v, "full")
     config = variant.space.default(spec, 90)
@@ -168,16 +206,50 @@ def test_kernels_multiply_the_columns_of_their_head_dims(
     command = [compiler.tool("nvdisasm"), "--print-code", "--no-dataflow", built.cubin_path]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     machine = Counter(int(wide) for wide in re.findall(r"HGMMA\.64x(\d+)x16", code))
-    assert not none & set(machine)
     assert built.spills < 16
 
     ptx = compiler.compile_kernel(variant, spec, config, 90).asm["ptx"]
     products = [(int(wide), transposed == "1") for wide, transposed in _PRODUCT.findall(ptx)]
-    results = Counter(wide for wide, transposed in products if transposed)
-    assert {wide: results[wide] for wide in wanted} == wanted
-    assert sum(machine.values()) == len(products)
+    assert Counter(wide for wide, transposed in products if transposed) == wanted
+    assert Counter(wide for wide, _ in products) == machine
     terms = 8 if name == "sm90/bwd_fused" else 0
     assert sum(not transposed for _, transposed in products) == sums + terms
+
+
+#: Kernel -> the head dims whose columns its results have, and those it sums over, but for what pieces of tiles leave out
+SIDES = {
+    "fwd": ("DV", ""), "fwd_split": ("DV", ""), "fwd_grouped": ("DV", ""), "bwd_fused": ("D DV", "D DV"),
+    "bwd_dkdv": ("D DV", "D DV"), "bwd_dkdv_ds": ("D DV", "D DV"), "bwd_dq": ("D", "D DV"), "bwd_dq_split": ("D", "D DV"),
+    "bwd_dq_ds": ("D", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_no_pair_of_head_dims_loses_a_column(name: str) -> None:
+    """Whatever tile has the width of another head dim's, and in all forms of parts."""
+    variant, pairs = registry.variant_named(f"sm90/{name}"), itertools.product(range(8, 257, 8), repeat=2)
+    forms = {"IN_PARTS": ("none", "qk", "both") if name == "fwd" else (False, True), "V_APART": (False, True)}
+    seen = 0
+    for dim, dim_v in pairs:
+        spec = Specialization("bf16", dim, dim_v, "full")
+        default = variant.space.default(spec, 90)
+        for values in itertools.product(*(values if key in default else (None,) for key, values in forms.items())):
+            config = {**default, **{key: value for key, value in zip(forms, values, strict=True) if value is not None}}
+            if not all(rule.holds(config, spec, 90) for rule in variant.space.constraints):
+                continue
+            used, known, dims = (
+                variant.used(spec, config),
+                compiler._known(variant, spec, config),
+                {"D": dim, "DV": dim_v},
+            )
+            for sides, widths, step in zip(SIDES[name], used, (8, 16), strict=True):
+                for side in sides.split():
+                    first = known.get(f"PART_{side}", known[f"BLOCK_{side}"])
+                    filled = -(-dims[side] // step) * step
+                    for tile, wanted in ((first, min(first, filled)), (known[f"REST_{side}"], filled - first)):
+                        assert tile == 0 or widths.get(tile, tile) >= wanted, (spec, config)
+            seen += any(used)
+    assert seen > 50
 
 
 def test_a_narrower_kernel_has_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +261,7 @@ def test_a_narrower_kernel_has_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(trimmed, "suffix", lambda _widths: "")
     keys.append(compiler.source(variant, spec, config).hash())
     assert len(set(keys)) == 3
-    assert keys[0].startswith(keys[2])
+    assert all(len(bytes.fromhex(key)) == 32 for key in keys)  # as TRITON_KERNEL_DUMP wants it
     whole = Specialization("bf16", 256, 256, "full")
     assert trimmed.suffix(variant.used(whole, config)) == ""
 

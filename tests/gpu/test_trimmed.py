@@ -17,7 +17,19 @@ from fa2tune.spec.problem import Problem
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
-DIMS = [(104, 104), (120, 120), (168, 168), (176, 176), (200, 200), (208, 208), (248, 248), (208, 104), (112, 208)]
+DIMS = [
+    (104, 104),
+    (120, 120),
+    (168, 168),
+    (176, 176),
+    (200, 200),
+    (208, 208),
+    (248, 248),
+    (208, 104),
+    (176, 64),
+    (64, 176),
+    (96, 176),
+]
 CASES = [
     *((dims, mask) for dims in DIMS for mask in (FULL, CAUSAL)),
     ((104, 104), band(100, 0)),
