@@ -91,8 +91,9 @@ LEAST_TILE_ROWS = 128
 #: from so many queries on, since fewer leave most of a tile empty. And tiles have to be alike, as the estimate counts turns of
 #: equal ones: under no mask, in a window, or with so many times as many keys as queries. Of other causal calls there is one
 #: turn at most, whose longest tile decides: the tuned kernel is then estimated by that one, too (few_tiles). The raced
-#: calls that take it need 0.78 and 0.87 of the time; of head dims 136 to 160 splits took 0.94 to 1.66, so none does.
-HOPPER_TURNS, HOPPER_QUERIES, HOPPER_KEYS = 2.0, 32, 4
+#: calls that take it need 0.78 and 0.87 of the time; of head dims 136 to 160 splits took 0.94 to 1.66, so none does. Nor does
+#: any above 128 columns of more than HOPPER_LONGEST keys: the two have 811 and 1114, and one of 7169 took 1.36 of the time.
+HOPPER_TURNS, HOPPER_QUERIES, HOPPER_KEYS, HOPPER_LONGEST = 2.0, 32, 4, 2048
 
 
 @dataclass(frozen=True)
@@ -294,8 +295,10 @@ def _hopper_asked(problem: Problem, gpu: Gpu) -> bool:
 
 
 def _by_longest_us(problem: Problem, config: Config, gpu: Gpu) -> float:
-    """Microseconds of a tuned causal forward in one turn; 0: not known, or of head dims whose splits gained nothing."""
+    """Microseconds of a tuned causal forward in one turn; 0: not known, or of keys or head dims whose splits gained nothing."""
     if not visits.longest_last(problem.mask) or _alike(problem) or few_tiles.has_narrow_part(problem):
+        return 0.0
+    if max(problem.head_dim, problem.head_dim_v) > 128 and problem.seqlen_k > HOPPER_LONGEST:
         return 0.0
     return few_tiles.expected_us(problem, config, gpu.sm_count) or 0.0
 
