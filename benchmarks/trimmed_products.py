@@ -2,7 +2,7 @@
 
     python benchmarks/ahead.py benchmarks/trimmed_products.py                  # first: every binary, on all cores; no GPU
     python benchmarks/trimmed_products.py --out FILE [--seconds 200]           # resumes from the file
-    python benchmarks/trimmed_products.py --padded --out FILE                  # head dims in two parts, next to one part
+    python benchmarks/trimmed_products.py --padded --out FILE                  # backwards in two parts, next to one part
     python benchmarks/trimmed_products.py --table FILE                         # a file, as text
 
 Calls of head dims that compiling/trimmed.py is for; with --padded of head dims that have parts instead. Tensors, checks and
@@ -25,10 +25,9 @@ import side_by_side
 import workloads
 
 from fa2tune.calling import dispatch
-from fa2tune.calling.schedules import grouped_schedule
 from fa2tune.launching import launch
 from fa2tune.search_spaces.lib import hopper
-from fa2tune.search_spaces.sm90 import bwd_fused, fwd
+from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import BACKWARD, Problem
 
@@ -68,14 +67,13 @@ def attention(problem: Problem, trim: bool, padded: bool = False) -> side_by_sid
 
     for module in (hopper, bwd_fused):
         module.trimmed = _trimmed if trim else lambda *_, **__: {}  # type: ignore[attr-defined]
-    fwd.in_parts = grouped_schedule.in_parts = (lambda _: "none") if padded else _in_parts
     bwd_fused.has_parts = (lambda _: False) if padded else _has_parts
     getattr(launch.load, "cache_clear", bool)()  # benchmarks/ahead.py has a stand-in for it
     dispatch.reload()
     return functools.partial(fa2tune.attention, mask=problem.mask, layout="bshd")
 
 
-_trimmed, _in_parts, _has_parts = hopper.trimmed, fwd.in_parts, bwd_fused.has_parts
+_trimmed, _has_parts = hopper.trimmed, bwd_fused.has_parts
 PEERS = {
     side_by_side.SUBJECT: side_by_side.Peer(functools.partial(attention, trim=True)),
     WHOLE: side_by_side.Peer(functools.partial(attention, trim=False)),
@@ -115,7 +113,9 @@ def means(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 @side_by_side.share_option
 @click.option("--seconds", type=float, default=200.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
-@click.option("--padded", is_flag=True, help="Head dims in two parts, next to one part.")
+@click.option(
+    "--padded", is_flag=True, help="Backwards of head dims in two parts, next to one part; forwards are the same."
+)
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
 def main(share: slice, seconds: float, out: Path | None, padded: bool, shown: Path | None) -> None:
     if shown is not None:

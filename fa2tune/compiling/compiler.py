@@ -325,7 +325,8 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
             f"{variant.short_name} uses something that this Triton does not have: {error}"[:300]
         ) from error
     try:
-        with no_line_numbers(), trimmed.products(used(variant, spec, config)):
+        columns = used(variant, spec, config)
+        with no_line_numbers(), trimmed.products(columns):
             compiled = triton.compile(asked, target=GPUTarget("cuda", arch, 32), options=options(config))
     except (OSError, MemoryError):
         raise
@@ -333,7 +334,7 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         kind = HostTrouble if _PTXAS_KILLED.search(str(error)) else CompileError
         raise kind(f"{type(error).__name__}: {reason.strip()}"[:300]) from error
-    if trimmed.edited(compiled.asm["ptx"], used(variant, spec, config)) != compiled.asm["ptx"]:
+    if any(columns) and trimmed.edited(compiled.asm["ptx"], columns) != compiled.asm["ptx"]:
         warn_once(
             "kernels for head dims that do not fill their tiles are slower than they could be: Triton ran no hook for PTX"
         )

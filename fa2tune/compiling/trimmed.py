@@ -108,9 +108,8 @@ def products(used: Used) -> Iterator[None]:
     with _lock:
         if not _compiling:
             there = getattr(knobs.runtime, "add_stages_inspection_hook", None)
-            _before = (
-                None if there is _hook else there
-            )  # a scope of knobs that ended in another thread may have left it
+            # a scope of knobs that ended in another thread may have left this one
+            _before = None if there is _hook else there
             knobs.runtime.add_stages_inspection_hook = _hook
         _compiling += 1
     _of_thread.used = used
