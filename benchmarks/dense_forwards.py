@@ -8,11 +8,11 @@
 RECORD: drawings of benchmarks/random_calls.py (benchmarks/calls/random_calls_6.json.gz). Of their forwards, those below BEHIND
 of a peer, and with --dim those of a head dim. Candidates are what serves and the row's config in its place; one config for each
 tile of few_tiles.PACES, "lazy" and, of LONG keys, "never"; a third stage; the estimated best tiles of several heads, of each
-size; the estimated best split of keys where queries are few, and the Hopper one where tiles are. With --wide: of calls with V
-in parts above 128, 128 x 64 tiles with and without turns and Q in registers, and with a third stage where O has room of its
-own, which the search space leaves out. Each result is compared with float32 arithmetic; a wrong one is not timed, and said.
-Each candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in microseconds a call, and what
-was recorded. Needs a GPU of compute capability 9.0.
+size; tiles with all keys; the estimated best split of keys where queries are few, and the Hopper one where tiles are. With
+--wide: of calls with V in parts above 128, 128 x 64 tiles with and without turns and Q in registers, and with a third stage
+where O has room of its own, which the search space leaves out. Each result is compared with float32 arithmetic; a wrong one is
+not timed, and said. Each candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in
+microseconds a call, and what was recorded. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -38,7 +38,7 @@ from launch_choices import race
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
 from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
-from fa2tune.calling.schedules import few_tiles, key_splits_schedule
+from fa2tune.calling.schedules import few_keys_schedule, few_tiles, key_splits_schedule
 from fa2tune.compiling import compiler
 from fa2tune.compiling.registry import variant_named
 from fa2tune.fleet.precompile import BinaryJob
@@ -115,6 +115,7 @@ def candidates(problem: Problem, gpu: Gpu, wide: bool = False) -> dict[str, Conf
         made.append({**row.config, "RESCALE": "lazy"})
     made = [one for one in made if one is row.config or space.broken(one, spec, gpu.arch) is None]
     made += few_queries.grouped_tiles(problem, gpu)[:MOST_SHARED] if problem.group > 1 else []
+    made += few_keys_schedule.candidates(problem, gpu.arch) if few_keys_schedule.asked(problem, gpu) else []
     if problem.seqlen_q <= FEW_QUERIES:
         made.append(key_splits_schedule.best(problem, gpu)[1])
     if problem.query_tiles(128) * problem.heads_q <= 2 * gpu.sm_count:
@@ -136,8 +137,11 @@ def launched(problem: Problem, gpu: Gpu, wide: bool) -> Iterator[BinaryJob]:
             yield variant, spec, tuple(sorted(compiler.binary_config(variant, one).items()))
 
 
-def measured(problem: Problem, gpu: Gpu, wide: bool) -> tuple[dict[str, float], dict[str, str]]:
-    """Candidate -> microseconds, what serves is the first; and candidate -> what is wrong with it."""
+def measured(
+    problem: Problem, configs: Callable[[Problem], Mapping[str, Config]]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Candidate -> microseconds, what serves is the first; and candidate -> what is wrong with it. ``configs``: what candidates
+    there are, by name, of the call as tensors pose it."""
     q, k, v = (
         torch.randn(problem.batch, length, heads, dim, device="cuda", dtype=torch.bfloat16)
         for length, heads, dim in (
@@ -154,7 +158,7 @@ def measured(problem: Problem, gpu: Gpu, wide: bool) -> tuple[dict[str, float], 
     scale = problem.head_dim**-0.5
     ours = passes.describe(q, k, v, problem.mask, scale)
     plans: dict[str, Any] = {"served": partial(dispatch.forward, mask=problem.mask, softmax_scale=scale, score=NONE)}
-    for name, config in candidates(ours, gpu, wide).items():
+    for name, config in configs(ours).items():
         kind = key_splits.SplitPlan if few_queries.in_place(config) else passes.ForwardPlan
         with contextlib.suppress(compiler.CompileError):
             plans[name] = kind(ours, q, k, v, scale, config)
@@ -210,7 +214,7 @@ def main(records: tuple[Path, ...], listed: bool, every: int | None, dims: tuple
 
     def one(pair: tuple[Problem, Mapping[str, float]]) -> dict[str, Any]:
         problem, us = pair
-        times, wrong = measured(problem, dispatch.gpu_of(0), wide)
+        times, wrong = measured(problem, partial(candidates, gpu=dispatch.gpu_of(0), wide=wide))
         return {"call": workloads.described(problem), "us": times, "wrong": wrong, "when drawn": us}
 
     side_by_side.fill(record, wanted, one, seconds, out, line)

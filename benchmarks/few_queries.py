@@ -38,7 +38,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fa2tune.calling import choosing, dispatch
 from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
-from fa2tune.calling.schedules import grouped_schedule, key_splits_schedule
+from fa2tune.calling.schedules import grouped_schedule, in_place_schedule, key_splits_schedule
 from fa2tune.compiling import compiler, operandcheck, registry
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
@@ -119,6 +119,8 @@ def posed(name: str) -> Problem:
 
 
 def label(config: Config) -> str:
+    if key_splits.is_one_tile(config):
+        return f"one tile M{config['BLOCK_M']} N{config['KEYS']}"
     if key_splits.is_grouped(config):
         size = f"M{config['BLOCK_M']} N{config['BLOCK_N']} of {config['MEMBERS']} heads"
         return f"grouped {size}{', in turn' if config['PINGPONG'] else ''} s{config['STAGES']}"
@@ -205,7 +207,7 @@ def kernels_of(name: str, config: Config) -> list[tuple[Variant, Config, Problem
 
 def in_place(config: Config) -> bool:
     """Whether a config is of a kernel that runs in place of the tuned one."""
-    return "SPLITS" in config or key_splits.is_grouped(config)
+    return "SPLITS" in config or key_splits.is_grouped(config) or key_splits.is_one_tile(config)
 
 
 def compile_one(job: tuple[str, Config]) -> None:
@@ -275,7 +277,7 @@ def measured(name: str, configs: list[Config], gpu: Gpu, stream: torch.cuda.Stre
     scale = d**-0.5
     choice = choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS)
     tuned = choice.config
-    chosen = grouped_schedule.instead_of(problem, tuned, gpu, choice.row)
+    chosen = in_place_schedule.instead_of(problem, tuned, gpu, choice.row)
     predicted = {
         "tuned": key_splits_schedule.ordinary_us(problem, tuned, gpu, choice.row),
         "split": key_splits_schedule.best(problem, gpu)[0],

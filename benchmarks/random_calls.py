@@ -29,7 +29,7 @@ from fa2tune import gpus
 from fa2tune.calling import backward_plans, merging, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.kinds import PORTABLE_ROWS
-from fa2tune.calling.schedules import grouped_schedule
+from fa2tune.calling.schedules import in_place_schedule
 from fa2tune.compiling.support import companion
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
@@ -163,7 +163,7 @@ def served(problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
         for kernel, choice in choices.items():
             split = None
             if kernel == "fwd":
-                split = grouped_schedule.instead_of(chooser.problem, choice.config, gpu, choice.row)
+                split = in_place_schedule.instead_of(chooser.problem, choice.config, gpu, choice.row)
             variant = key_splits.splitting(split) if split else choice.variant
             kernels[variant.short_name] = {
                 "config": dict(split or choice.config),

@@ -10,7 +10,7 @@ from typing import Any
 from fa2tune.calling import defaults
 from fa2tune.calling.advice import NOTHING_TO_DO, install_command, refresh_command
 from fa2tune.calling.schedules import (
-    grouped_schedule,
+    in_place_schedule,
     one_tile_schedule,
     split_backward_schedule,
     stored_ds_schedule,
@@ -18,7 +18,7 @@ from fa2tune.calling.schedules import (
 from fa2tune.calling.schedules.fused_schedule import IN_ORDER_FORM
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import is_grouped
+from fa2tune.launching.key_splits import is_grouped, is_one_tile
 from fa2tune.launching.merged_heads import merged
 from fa2tune.rows import lookup
 from fa2tune.rows.describe import PASSES
@@ -71,13 +71,14 @@ class Served:
     merged: int = 0
     #: of a split backward whose kernels run at a time, which is expected to be faster, how they begin ("dQ first"), of "bwd"
     order: str = ""
-    #: of the kernel that splits keys among programs, or has tiles of several heads, and runs in place of the row's, if any
+    #: of the kernel that splits keys among programs, or has tiles of several heads or with all keys, and runs in place of the
+    #: row's, if any
     split: Config | None = None
     unsplit: str = ""  #: why it does not although that is expected to be faster
     one_tile: Config | None = None  #: of the kernel that makes all of a backward in place of the rows' ones, of "bwd"
     #: Of the kernel that writes dS, of which dQ is made, in place of the rows' ones, of "bwd".
     stored_ds: Config | None = None
-    #: of the kernel with tiles of several heads, if it is that one that does not; of the one for all of "bwd"
+    #: of the kernel that does not; of the one for all of "bwd"
     unsplit_of: Config | None = None
     few_tiles: bool = False  #: whether the row's kernel has the schedule model's config for few tiles, or would have it
     form: str = ""  #: of the row's kernel, where it is another than the row's: "alone on the GPU"
@@ -101,6 +102,11 @@ class Served:
     def grouped(self) -> bool:
         """Whether what runs in place of the row's kernel has tiles of several query heads."""
         return self.split is not None and is_grouped(self.split)
+
+    @property
+    def all_keys(self) -> bool:
+        """Whether tiles of what runs in place of the row's kernel have all keys of a key head."""
+        return self.split is not None and is_one_tile(self.split)
 
     @property
     def kernel(self) -> str:
@@ -160,6 +166,7 @@ class Served:
         what = self.form or "few tiles"
         if self.split is not None:
             what = "tiles of several query heads" if self.grouped else "keys split among programs"
+            what = "all keys in one tile" if self.all_keys else what
         elif self.one_tile is not None:
             what = "all of it by one kernel"
         elif self.stored_ds is not None:
@@ -373,11 +380,9 @@ class Explanation:
             elif one.split is not None and one.kernel != "fwd":
                 said.append(split_backward_schedule.about_keys(problem, one.split, self.gpu.arch))
             elif one.split is not None:
-                said.append(grouped_schedule.about(problem, one.split))
+                said.append(in_place_schedule.about(problem, one.split))
             elif one.unsplit:
-                what = (
-                    "to split keys among programs is" if one.unsplit_of is None else "tiles of several query heads are"
-                )
+                what = in_place_schedule.expected(one.unsplit_of or {})
                 said.append(f"{one.kernel}: {what} expected to be faster, but {one.unsplit}.")
             elif one.few_tiles:
                 why = "short sequences" if self.problem.extent.ragged else "few tiles, or few keys"
@@ -413,6 +418,7 @@ def _as_dict(served: Served) -> dict[str, Any]:
     answer, facts = served.answer, _of_row(served)
     nothing: dict[str, Any] = dict.fromkeys(facts)
     otherwise = {**facts, "config": dict(served.otherwise or {})}
+    one_tile = served.split if served.all_keys else served.one_tile
     return {
         "kernel": served.kernel, "status": served.status, "evidence": served.evidence,
         "step": answer.step if answer else None, "file": str(served.file) if answer else None,
@@ -429,9 +435,9 @@ def _as_dict(served: Served) -> dict[str, Any]:
         "runs": {name: dict(config) for name, config in (served.runs or {}).items()},
         "binaries": dict(served.binaries or {}),
         "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.window is not None,
-        "split": dict(served.split) if served.split is not None and not served.grouped else None,
+        "split": dict(served.split) if served.split and not (served.grouped or served.all_keys) else None,
         "grouped": dict(served.split or {}) if served.grouped else None, "unsplit": served.unsplit or None,
-        "one_tile": dict(served.one_tile) if served.one_tile is not None else None,
+        "one_tile": dict(one_tile) if one_tile is not None else None,
         "stored_ds": dict(served.stored_ds) if served.stored_ds is not None else None,
         "parts": served.parts, "copied": list(served.copied), "filled_in": served.filled_in,
         "merged": served.merged,

@@ -1,5 +1,4 @@
-"""The plan of a forward by its config: the tuned kernel, or keys split among programs, or tiles of
-several heads, where that is expected to be faster."""
+"""The plan of a forward by its config: the tuned kernel, or what is expected to be faster in its place."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ import torch
 
 from fa2tune.calling import copies
 from fa2tune.calling.refusals import cannot_be_had
-from fa2tune.calling.schedules import grouped_schedule, packed_splits_schedule
+from fa2tune.calling.schedules import in_place_schedule, packed_splits_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import binary_config
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import SplitPlan, is_grouped, splitting
+from fa2tune.launching.key_splits import SplitPlan, is_grouped, is_one_tile, splitting
 from fa2tune.launching.one_key_tile import OneTilePlan
 from fa2tune.launching.passes import BackwardPlan, ForwardPlan
 from fa2tune.launching.stored_ds import StoredDsPlan
@@ -25,7 +24,7 @@ from fa2tune.spec.problem import Config, Problem
 KEYS_SPLIT = "schedule model, keys split"
 #: And one whose tiles have the query heads of a key head as rows.
 GROUPED = "schedule model, tiles of several heads"
-#: And a backward of few keys by one kernel.
+#: And a forward whose tiles have all keys of a key head, or a backward of few keys by one kernel.
 ONE_TILE = "schedule model, one key tile"
 #: And one whose dS goes through memory.
 STORED_DS = "schedule model, dS in memory"
@@ -34,8 +33,6 @@ AT_A_TIME = "; both kernels at a time"
 #: Binaries that did not compile or load, or with nothing to compile them, which are not tried again for another length,
 #: so that no step of a decode loop waits for it, until ``dispatch.reload`` -> why.
 _REFUSED = dict[tuple[object, ...], str]()
-#: Whether tiles of several heads were -> what the log says of the tuned kernel.
-_TUNED_NEXT = {False: "keys are not split", True: "tiles of one head each"}
 
 
 def forward_plan(
@@ -52,9 +49,7 @@ def forward_plan(
             if not cannot_be_had(error):
                 raise
             _REFUSED[_binary(problem, split, gpu)] = str(error)
-            warn_once(
-                f"the first choice for fwd failed on {gpu.name} ({error}); next: {_TUNED_NEXT[is_grouped(split)]}"
-            )
+            warn_once(f"the first choice for fwd failed on {gpu.name} ({error}); next: {_next(split)}")
     return ForwardPlan(problem, q, k, v, softmax_scale, choice)
 
 
@@ -66,7 +61,7 @@ def forget() -> None:
 def split_of(problem: Problem, choice: Choice, gpu: Gpu) -> tuple[Config | None, str]:
     """How keys are to be split, or query heads to share tiles, of a forward that ``choice`` would serve otherwise, None: they
     are not to be; and why the kernels for it could not be had before in this process, "": they were not refused."""
-    chosen = packed_splits_schedule.instead_of if problem.extent.ragged else grouped_schedule.instead_of
+    chosen = packed_splits_schedule.instead_of if problem.extent.ragged else in_place_schedule.instead_of
     split = chosen(problem, choice.config, gpu, choice.row)
     return split, "" if split is None else _REFUSED.get(_binary(problem, split, gpu), "")
 
@@ -85,8 +80,15 @@ def steps(plan: Any, choices: Mapping[str, Choice]) -> list[str]:
 
 
 def how(config: Config) -> str:
-    """KEYS_SPLIT or GROUPED, by what a ``SplitPlan`` is made with."""
-    return GROUPED if is_grouped(config) else KEYS_SPLIT
+    """KEYS_SPLIT, GROUPED or ONE_TILE, by what a ``SplitPlan`` is made with."""
+    return ONE_TILE if is_one_tile(config) else GROUPED if is_grouped(config) else KEYS_SPLIT
+
+
+def _next(split: Config) -> str:
+    """What the log says of the tuned kernel."""
+    if is_one_tile(split):
+        return "keys in blocks"
+    return "tiles of one head each" if is_grouped(split) else "keys are not split"
 
 
 def _binary(problem: Problem, split: Config, gpu: Gpu) -> tuple[object, ...]:

@@ -16,9 +16,15 @@ import torch
 from fa2tune.calling import backward_plans, forward_plans
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.copies import Copy
-from fa2tune.calling.schedules import grouped_schedule, key_splits_schedule, one_tile_schedule, stored_ds_schedule
+from fa2tune.calling.schedules import (
+    grouped_schedule,
+    in_place_schedule,
+    key_splits_schedule,
+    one_tile_schedule,
+    stored_ds_schedule,
+)
 from fa2tune.launching import merged_heads
-from fa2tune.launching.key_splits import SplitPlan, is_grouped
+from fa2tune.launching.key_splits import SplitPlan
 from fa2tune.launching.merged_heads import lies, lse_ordered, merged, view
 from fa2tune.launching.passes import BackwardPlan, ForwardPlan, empty_ordered, lse_shape, without_memory
 from fa2tune.launching.stored_ds import StoredDsPlan
@@ -70,10 +76,7 @@ def forward_us(chooser: Chooser) -> float:
     """Microseconds of a forward as it is served, estimated."""
     problem, gpu, choice = chooser.problem, chooser.gpu, chooser.choose("fwd")
     split, refused = forward_plans.split_of(problem, choice, gpu)
-    if split is None or refused:
-        return key_splits_schedule.ordinary_us(problem, choice.config, gpu, choice.row)
-    estimated = grouped_schedule.grouped_us if is_grouped(split) else key_splits_schedule.split_us
-    return estimated(problem, split, gpu)
+    return in_place_schedule.served_us(problem, choice.config, gpu, choice.row, None if refused else split)
 
 
 def backward_us(chooser: Chooser, deterministic: bool) -> float | None:

@@ -173,7 +173,7 @@ def _served(chooser: Chooser, kernel: str, kind: Kind | None = None, choice: Cho
         if split is not None:
             parted = _Runs(key_splits.kernels(problem, split, gpu.arch), gpu)
             unsplit = unsplit or parted.lacking
-            refused_tiles = split if unsplit and key_splits.is_grouped(split) else None
+            refused_tiles = split if unsplit else None
             split, found, otherwise = (None, found, otherwise) if unsplit else (split, parted, choice.config)
     if found.lacking and split is None and choice.otherwise is not None:
         return _served(chooser, kernel, kind, choice.of_row)

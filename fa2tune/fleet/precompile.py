@@ -22,7 +22,7 @@ from fa2tune.calling.schedules import (
     few_tiles,
     forward_schedule,
     fused_schedule,
-    grouped_schedule,
+    in_place_schedule,
     key_splits_schedule,
     one_tile_schedule,
     ordered,
@@ -167,7 +167,7 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
         yield from stored_ds_schedule.all_kernels(problem, choice, arch)
     if kernel == "fwd" and arch in key_splits_schedule.MEASURED_ON and not problem.extent.ragged:
         yield from key_splits.all_kernels(problem, arch)
-        yield from grouped_schedule.all_kernels(problem, arch)
+        yield from in_place_schedule.all_kernels(problem, arch)
     if kernel == "fwd" and problem.extent.ragged:
         yield from packed_grouped_schedule.all_kernels(problem, arch)
         yield from packed_splits_schedule.all_kernels(problem, arch)

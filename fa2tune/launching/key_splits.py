@@ -39,7 +39,7 @@ from fa2tune.launching.passes import (
 from fa2tune.spec.extent import WHOLE
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
-from fa2tune.spec.roles import FWD_COMBINE, FWD_GROUPED, FWD_SPLIT, FWD_SPLIT_GROUPED
+from fa2tune.spec.roles import FWD_COMBINE, FWD_GROUPED, FWD_ONE_TILE, FWD_SPLIT, FWD_SPLIT_GROUPED
 from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant, implementation_of
 
@@ -54,10 +54,16 @@ def parts_of(config: Config) -> int:
     return int(config.get("SPLITS", 1))
 
 
+def is_one_tile(config: Config) -> bool:
+    """Whether a config is of the kernel whose tiles have all keys of a key head."""
+    return "KEYS" in config
+
+
 @cache  # asked of every config that is estimated
-def _kernel(grouped: bool, implementation: str) -> tuple[str, str]:
-    """(Role, path of the kernel with that role) that configs are of. ValueError: they are of none, or of several."""
-    roles = (FWD_GROUPED,) if grouped else (FWD_SPLIT_GROUPED, FWD_SPLIT)
+def _kernel(role: str | None, implementation: str) -> tuple[str, str]:
+    """(Role, path of the kernel with that role) that configs are of; ``role``: None for those that split keys. ValueError: they
+    are of none, or of several."""
+    roles = (FWD_SPLIT_GROUPED, FWD_SPLIT) if role is None else (role,)
     found = [(role, path) for role in roles if (path := role_kernel(role, implementation)) is not None]
     if not found:
         raise ValueError(f"config: got {implementation!r:.40}, which no kernel that splits keys is")
@@ -66,14 +72,18 @@ def _kernel(grouped: bool, implementation: str) -> tuple[str, str]:
     return found[0]
 
 
+def _role_in_place(config: Config) -> str | None:
+    return FWD_GROUPED if is_grouped(config) else FWD_ONE_TILE if is_one_tile(config) else None
+
+
 def role_of(config: Config) -> str:
     """Of the kernel that a config is of: entries tell the role, with the implementation."""
-    return _kernel(is_grouped(config), implementation_of(config))[0]
+    return _kernel(_role_in_place(config), implementation_of(config))[0]
 
 
 def splitting(config: Config) -> Variant:
     """The kernel that a config is of."""
-    return variant_named(_kernel(is_grouped(config), implementation_of(config))[1])
+    return variant_named(_kernel(_role_in_place(config), implementation_of(config))[1])
 
 
 def sums(problem: Problem, splits: int, start: int = 0) -> list[Workspace]:

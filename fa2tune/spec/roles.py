@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 PACKED_ORDER = "packed_order"
 PACKED_ORDERS = "packed_orders"
 FWD_GROUPED = "fwd_grouped"
+FWD_ONE_TILE = "fwd_one_tile"
 FWD_SPLIT = "fwd_split"
 FWD_SPLIT_GROUPED = "fwd_split_grouped"
 FWD_COMBINE = "fwd_combine"
@@ -66,6 +67,12 @@ ROLES = {
         ("q", "k", "v", "o", "lse"),
         ("BLOCK_M", "BLOCK_N", "MEMBERS", "maxnreg"),
         {"tiles": _ASKED, "config_of": ("spec", "rows", "keys", "members")},
+    ),
+    FWD_ONE_TILE: Role(
+        "a forward of at most KEYS keys, all of which a tile has",
+        ("q", "k", "v", "o", "lse"),
+        ("BLOCK_M", "KEYS"),
+        {"tiles": _ASKED, "config_of": ("spec", "rows", "keys"), "held": ("spec", "rows", "keys")},
     ),
     FWD_SPLIT: Role(
         "a forward whose keys are split into SPLITS parts, 2 or more; its tiles have the queries of one head",

@@ -399,7 +399,7 @@ def where_seen(out, first, offset, seqlen_k, window, SEES_A_KEY: gl.constexpr, R
 
 @gluon.jit
 def _where_seen(out, first, offset, seqlen_k, window, SEES_A_KEY: gl.constexpr, RAGGED: gl.constexpr):
-    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out.type.layout))
+    rows = first + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, out.type.layout))
     seen = SEES_A_KEY(rows, offset, seqlen_k, window)
     if RAGGED:
         seen = seen & (seqlen_k > 0)

@@ -19,9 +19,9 @@ from fa2tune.kernels.lib.hopper import (
 
 
 @gluon.constexpr_function
-def product_layout(columns):
-    """Of a product of one group, 64 rows by so many columns."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def product_layout(columns, rows=64):
+    """Of a product of so many rows and columns: each warp has 16 of the rows, so those of one group are 64."""
+    return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 16])
 
 
 @gluon.jit
@@ -168,10 +168,10 @@ def product_of_rows(a, b, start):
 def zeros_for(v_smem, HEIGHT: gl.constexpr):
     """Accumulators [HEIGHT, columns] float32 for the parts of V."""
     WIDTH: gl.constexpr = v_smem[0].shape[-1]
-    found = (gl.zeros([HEIGHT, WIDTH], gl.float32, product_layout(WIDTH)),)
+    found = (gl.zeros([HEIGHT, WIDTH], gl.float32, product_layout(WIDTH, HEIGHT)),)
     if len(v_smem) > 1:
         REST: gl.constexpr = v_smem[1].shape[-1]
-        found = (found[0], gl.zeros([HEIGHT, REST], gl.float32, product_layout(REST)))
+        found = (found[0], gl.zeros([HEIGHT, REST], gl.float32, product_layout(REST, HEIGHT)))
     return found
 
 

@@ -59,7 +59,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_members, received_tile, sequence_of
-from fa2tune.search_spaces.lib.hopper import used_by, used_columns
+from fa2tune.search_spaces.lib.hopper import narrow_blocks, used_by, used_columns
 from fa2tune.search_spaces.portable.packed_order import order_and_counter
 from fa2tune.search_spaces.sm90 import fwd, fwd_grouped
 from fa2tune.spec.problem import Config, Problem
@@ -304,10 +304,10 @@ VARIANT = Variant(
     rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v", "o_rest": "o"},
     grid=_grid,
     constants=lambda spec, config: {
-        "NEGATE": spec.negate, **fwd_grouped.blocks(spec), "QUERIES": fwd.ROWS // config["MEMBERS"],
+        "NEGATE": spec.negate, **narrow_blocks(spec), "QUERIES": fwd.ROWS // config["MEMBERS"],
         "CONSUMER_REGISTERS": fwd_grouped.HELD[config["BLOCK_M"]][2], "USED_D": used_columns(spec),
     },
-    used=lambda spec, _config: used_by(spec, fwd_grouped.blocks(spec), ("DV",)),
+    used=lambda spec, _config: used_by(spec, narrow_blocks(spec), ("DV",)),
     min_arch=90,
     max_arch=90,
     packed_before=("portable/packed_order",),

@@ -46,6 +46,17 @@ def part_dims(spec: Specialization, config: Config) -> dict[str, int]:
     return {"BLOCK_D": d[0], "REST_D": d[1], "BLOCK_DV": dv[0], "REST_DV": dv[1]}
 
 
+def narrow_blocks(spec: Specialization) -> dict[str, int]:
+    """As ``part_dims`` with IN_PARTS, of tiles that may have fewer than 64 columns."""
+    d, dv = head_dim_parts(spec.head_dim), head_dim_parts(spec.head_dim_v)
+    return {"BLOCK_D": d[0], "REST_D": d[1], "BLOCK_DV": dv[0], "REST_DV": dv[1]}
+
+
+def o_fits_q(blocks: Mapping[str, int]) -> bool:
+    """Whether O's parts have the shapes of Q's, so that it can leave through Q's memory."""
+    return blocks["BLOCK_D"] == blocks["BLOCK_DV"] and blocks["REST_DV"] in (0, blocks["REST_D"])
+
+
 def used_columns(spec: Specialization) -> int:
     """Of the columns of Q's and K's tiles, the first ones that are not all zeros, in steps of a wgmma."""
     return -(-spec.head_dim // 16) * 16

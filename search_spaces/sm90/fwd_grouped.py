@@ -3,7 +3,7 @@ searched. They are those that rows of kernels/sm90/fwd.py have with RESCALE "laz
 
 from functools import lru_cache
 
-from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES, spare_registers
+from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES, narrow_blocks, o_fits_q, spare_registers
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
 from fa2tune.spec.variant import SearchSpace
 
@@ -19,12 +19,6 @@ KEYS = (64, 128)
 MEMBERS = (2, 4, 8, 16, 32, 64)
 
 
-def blocks(spec: Specialization) -> dict[str, int]:
-    """Columns of the parts of Q's and V's head dims; REST_D and REST_DV are 0 where there is one part."""
-    d, dv = head_dim_parts(spec.head_dim), head_dim_parts(spec.head_dim_v)
-    return {"BLOCK_D": d[0], "REST_D": d[1], "BLOCK_DV": dv[0], "REST_DV": dv[1]}
-
-
 def columns(spec: Specialization) -> tuple[int, int]:
     """Columns of the tiles of Q and K, and of those of V and O: of all parts."""
     return sum(head_dim_parts(spec.head_dim)), sum(head_dim_parts(spec.head_dim_v))
@@ -38,19 +32,13 @@ def fits(spec: Specialization, config: Config) -> bool:
     own = rows * dv if config["O_THROUGH"] == "own" else 0
     shared = 2 * (rows * d + own + config["STAGES"] * keys * (d + dv)) + BARRIER_BYTES
     live = keys // 2 + dv // 2 + keys // 4 + (d // 4 if config["Q_IN_REGISTERS"] else 0)
-    product = max(keys, blocks(spec)["BLOCK_DV"]) // 2 + PRODUCT_REGISTERS
+    product = max(keys, narrow_blocks(spec)["BLOCK_DV"]) // 2 + PRODUCT_REGISTERS
     return (
         shared <= (SHARED_BYTES + 1024) // held - 1024
         and live <= registers - spare_registers(spec, keys)
         and product <= (at_launch or product)
-        and (config["O_THROUGH"] == "own" or _alike(spec))
+        and (config["O_THROUGH"] == "own" or o_fits_q(narrow_blocks(spec)))
     )
-
-
-def _alike(spec: Specialization) -> bool:
-    """Whether O's parts have the shapes of Q's, so that it can leave through Q's memory."""
-    found = blocks(spec)
-    return found["BLOCK_D"] == found["BLOCK_DV"] and found["REST_DV"] in (0, found["REST_D"])
 
 
 @lru_cache(maxsize=1024)

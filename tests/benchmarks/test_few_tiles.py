@@ -8,7 +8,7 @@ from benchmark_scripts import script
 from fa2tune import gpus
 from fa2tune.calling import choosing
 from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
-from fa2tune.calling.schedules import grouped_schedule, key_splits_schedule
+from fa2tune.calling.schedules import in_place_schedule, key_splits_schedule
 from fa2tune.compiling import limits
 
 few_queries = script("few_queries")
@@ -49,7 +49,7 @@ def test_a_call_of_grouped_heads_is_timed_by_what_would_serve_it(name: str) -> N
     assert len(set(labels)) == len(labels) <= 10
     assert sum(label.startswith("grouped") for label in labels) >= 3, labels
     choice = choosing.choose(problem, "fwd", H200, WARP_SPECIALIZED_ROWS)
-    chosen = grouped_schedule.instead_of(problem, choice.config, H200, choice.row)
+    chosen = in_place_schedule.instead_of(problem, choice.config, H200, choice.row)
     assert chosen is None or few_queries.label(chosen) in labels
     for config in configs:
         for variant, its_config, what in few_queries.kernels_of(name, config):

@@ -14,7 +14,7 @@ import pytest
 from fa2tune import gpus
 from fa2tune.calling import choosing, forward_plans, serving
 from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
-from fa2tune.calling.schedules import grouped_schedule, key_splits_schedule
+from fa2tune.calling.schedules import grouped_schedule, in_place_schedule, key_splits_schedule
 from fa2tune.compiling import limits
 from fa2tune.fleet import precompile
 from fa2tune.gpus import Gpu
@@ -43,7 +43,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chosen(problem: Problem, gpu: Gpu = H200) -> Config | None:
     choice = choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS)
-    found = grouped_schedule.instead_of(problem, choice.config, gpu, choice.row)
+    found = in_place_schedule.instead_of(problem, choice.config, gpu, choice.row)
     return found if found and key_splits.is_grouped(found) else None
 
 
@@ -186,7 +186,7 @@ def test_no_time_is_less_than_that_of_its_memory() -> None:
 def test_decoding_stays_split() -> None:
     decoding = Problem("bf16", 1, 32, 8, 1, 8192, 128, 128, FULL)
     choice = choosing.choose(decoding, "fwd", H200, WARP_SPECIALIZED_ROWS)
-    found = grouped_schedule.instead_of(decoding, choice.config, H200, choice.row)
+    found = in_place_schedule.instead_of(decoding, choice.config, H200, choice.row)
     assert found == key_splits_schedule.config_of(decoding, choice.config, H200, choice.row) and "SPLITS" in found
 
 

@@ -11,6 +11,7 @@ import pytest
 from hopper_builds import Asked, Built, asked_of, check_limits, check_loops_do_not_spill
 
 from fa2tune.compiling import registry
+from fa2tune.search_spaces.lib.hopper import narrow_blocks
 from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.spec.extent import DENSE, RAGGED
 from fa2tune.spec.problem import Config, Specialization
@@ -62,6 +63,6 @@ def test_q_and_o_are_copied_by_boxes_of_five_dimensions(case: Case, built: Calla
     """Of each group and part one store, which its warps share, and at least one load; o leaves by nothing else, and of lse each
     thread stores two rows."""
     groups, listing = case.rows // 64, built(case.asked).listing
-    parts = 2 if fwd_grouped.blocks(case.spec)["REST_DV"] else 1
+    parts = 2 if narrow_blocks(case.spec)["REST_DV"] else 1
     assert listing.count("UTMALDG.5D") >= groups * parts and listing.count("UTMASTG.5D") == groups * parts
     assert "UTMASTG.4D" not in listing and len(re.findall(r"\bSTG\.E", listing)) == 2 * groups

@@ -184,6 +184,7 @@ CASES = [
     ("sm90/fwd", 176, 176, {128: 16, 48: 16}, 44),
     ("sm90/fwd_split", 104, 104, {104: 32}, 28),
     ("sm90/fwd_grouped", 224, 224, {224: 16}, 56),
+    ("sm90/fwd_one_tile", 200, 200, {200: 4}, 13),
     ("sm90/bwd_fused", 104, 104, {104: 32, 64: 48}, 64 // 8 * 7),
     ("sm90/bwd_dkdv", 208, 208, {208: 12}, 80 // 16 * 13),
     ("sm90/bwd_dkdv", 176, 64, {128: 4, 64: 12}, 44),  # a tile of 64 columns is V's, too
@@ -220,7 +221,7 @@ def test_kernels_multiply_the_columns_of_their_head_dims(
 SIDES = {
     "fwd": ("DV", ""), "fwd_split": ("DV", ""), "fwd_grouped": ("DV", ""), "bwd_fused": ("D DV", "D DV"),
     "bwd_dkdv": ("D DV", "D DV"), "bwd_dkdv_ds": ("D DV", "D DV"), "bwd_dq": ("D", "D DV"), "bwd_dq_split": ("D", "D DV"),
-    "bwd_dq_ds": ("D", ""),
+    "bwd_dq_ds": ("D", ""), "fwd_one_tile": ("DV", ""),
 }  # fmt: skip
 
 

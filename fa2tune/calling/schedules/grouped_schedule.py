@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from fa2tune.calling.schedules import few_tiles, forward_schedule, key_splits_schedule, tile_order, window_schedule
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import grouped_tiles, is_grouped, kernels, space_of, splitting
+from fa2tune.launching.key_splits import grouped_tiles, kernels, space_of, splitting
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import in_parts
 from fa2tune.spec import visits
@@ -189,13 +189,6 @@ def config_of(
     return found[1] if pays else None
 
 
-def instead_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = None) -> Config | None:
-    """What runs in place of the kernel that ``config``, by ``row``, is of: a config of one that splits keys, or of tiles of
-    several heads; None: nothing does."""
-    split = key_splits_schedule.config_of(problem, config, gpu, row)
-    return config_of(problem, config, gpu, row, split) or split
-
-
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What ``key_splits.kernels`` gives, of every tile that a call of any heads and lengths may have."""
     if arch not in key_splits_schedule.MEASURED_ON:
@@ -205,9 +198,7 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
 
 
 def about(problem: Problem, found: Config) -> str:
-    """In one sentence, what runs in place of a forward's row; ``found``: as ``instead_of`` gives it."""
-    if not is_grouped(found):
-        return key_splits_schedule.about(problem, found)
+    """In one sentence, what runs in place of a forward's row."""
     heads = min(found["MEMBERS"], problem.group)
     why = "short sequences or a narrow window" if problem.extent.ragged else "few queries"
     return (

@@ -1,0 +1,56 @@
+"""What runs in place of the tuned forward of a dense call: keys split among programs, tiles of several query heads, or tiles
+with all keys of a key head. Arithmetic on the host, no GPU.
+
+Each is estimated by its own file, beside what serves otherwise: that is the tuned kernel, then whichever of the others was
+taken before."""
+
+from __future__ import annotations
+
+from fa2tune.calling.schedules import few_keys_schedule, grouped_schedule, key_splits_schedule
+from fa2tune.gpus import Gpu
+from fa2tune.launching.key_splits import is_grouped, is_one_tile, splitting
+from fa2tune.rows.row import Row
+from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.variant import Variant
+
+
+def instead_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = None) -> Config | None:
+    """A config of what runs in place of the kernel that ``config``, by ``row``, is of; None: nothing does."""
+    found = key_splits_schedule.config_of(problem, config, gpu, row)
+    found = grouped_schedule.config_of(problem, config, gpu, row, found) or found
+    if not few_keys_schedule.asked(problem, gpu):
+        return found
+    return few_keys_schedule.config_of(problem, served_us(problem, config, gpu, row, found), gpu) or found
+
+
+def served_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None, found: Config | None) -> float:
+    """Microseconds of a forward by ``found``, in place of what ``config``, by ``row``, is of; None: by that, estimated."""
+    if found is None:
+        return key_splits_schedule.ordinary_us(problem, config, gpu, row)
+    if is_one_tile(found):
+        return few_keys_schedule.one_tile_us(problem, found, gpu)
+    estimated = grouped_schedule.grouped_us if is_grouped(found) else key_splits_schedule.split_us
+    return estimated(problem, found, gpu)
+
+
+def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """What ``key_splits.kernels`` gives, of every tile of several heads, or with all keys, that a call of any heads and lengths
+    may have."""
+    return grouped_schedule.all_kernels(problem, arch) + few_keys_schedule.all_kernels(problem, arch)
+
+
+def expected(found: Config) -> str:
+    """What is expected to be faster than the tuned kernel, as the beginning of a sentence."""
+    if is_one_tile(found):
+        return "tiles with all keys of a key head are"
+    return "tiles of several query heads are" if is_grouped(found) else "to split keys among programs is"
+
+
+def about(problem: Problem, found: Config) -> str:
+    """In one sentence, what runs in place of a forward's row."""
+    if is_one_tile(found):
+        return (
+            f"fwd: few keys, so {splitting(found).short_name} runs instead, which is expected to be faster and has no row: "
+            f"tiles of {found['BLOCK_M']} queries have all keys."
+        )
+    return grouped_schedule.about(problem, found) if is_grouped(found) else key_splits_schedule.about(problem, found)

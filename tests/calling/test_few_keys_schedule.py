@@ -1,0 +1,140 @@
+"""Which forwards have tiles with all keys, estimates beside the record, and what explain says of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmark_scripts import script
+
+from fa2tune import gpus
+from fa2tune.calling import choosing, forward_plans, serving
+from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
+from fa2tune.calling.schedules import few_keys_schedule, in_place_schedule
+from fa2tune.fleet import precompile
+from fa2tune.gpus import Gpu
+from fa2tune.launching import key_splits
+from fa2tune.search_spaces.sm90 import fwd_one_tile
+from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.mask import FULL, Mask
+from fa2tune.spec.problem import Config, Problem
+
+ROOT = Path(__file__).parents[2]
+H200 = gpus.named("h200")
+RECORD = json.loads((ROOT / "benchmarks/calls/one_tile_forwards.json").read_text())["calls"]
+SERVED = "served"
+SHORT = Problem("bf16", 1, 14, 14, 212, 212, 192, 192, FULL)
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, Problem]:
+    """The calls of the record, by name."""
+    races = script("one_tile_forwards")
+    records = sorted((ROOT / "benchmarks/calls").glob("random_calls_1?.json.gz"))
+    return {name: problem for name, (problem, _) in races.calls_of(records, H200).items() if name in RECORD}
+
+
+def chosen(problem: Problem, gpu: Gpu = H200) -> Config | None:
+    choice = choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS)
+    return in_place_schedule.instead_of(problem, choice.config, gpu, choice.row)
+
+
+def name_of(config: Config) -> str:
+    return f"{config['BLOCK_M']} rows, {config['KEYS']} keys"
+
+
+def test_estimates_are_near_the_record(drawn: dict[str, Problem]) -> None:
+    errors = [
+        math.log(few_keys_schedule.one_tile_us(problem, config, H200) / RECORD[name]["us"][name_of(config)])
+        for name, problem in drawn.items()
+        for config in few_keys_schedule.candidates(problem, 90)
+    ]
+    assert len(drawn) == len(RECORD) > 90 and len(errors) > 180
+    assert statistics.pstdev(errors) < 0.085 and max(map(abs, errors)) < 0.3
+
+
+def test_calls_that_take_it_gain(drawn: dict[str, Problem]) -> None:
+    """By 14 % in the geometric mean; of those that lose, none loses more than 12 %."""
+    gains = []
+    for name, problem in drawn.items():
+        if (config := chosen(problem)) is not None and key_splits.is_one_tile(config):
+            gains.append(RECORD[name]["us"][name_of(config)] / RECORD[name]["us"][SERVED])
+    assert len(gains) > 38 and math.exp(statistics.fmean(map(math.log, gains))) < 0.87
+    assert max(gains) < 1.12 and sum(gain > 1.02 for gain in gains) <= 5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seqlen_k": 257}, {"batch": 400}, {"extent": Extent(RAGGED, 4)}, {"mask": Mask("band", 30, 30)}, {"seqlen_q": 0},
+        {"dtype": "fp32"}, {"aligned": False},
+    ],
+    ids=lambda other: next(iter(other)),
+)  # fmt: skip
+def test_other_calls_do_not_take_it(other: dict[str, Any]) -> None:
+    """More keys or tiles than were timed, packed sequences, windows, nothing to do, and what the kernel does not compute."""
+    problem = replace(SHORT, **other)
+    assert not few_keys_schedule.asked(problem, H200) or few_keys_schedule.best(problem, H200) is None
+    assert few_keys_schedule.config_of(problem, math.inf, H200) is None
+    assert few_keys_schedule.config_of(SHORT, math.inf, H200) is not None
+
+
+def test_it_must_be_faster_by_a_margin() -> None:
+    found = few_keys_schedule.best(SHORT, H200)
+    assert found is not None
+    least = found[0] / (1 - few_keys_schedule.MARGIN)
+    assert few_keys_schedule.config_of(SHORT, 1.001 * least, H200) == found[1]
+    assert few_keys_schedule.config_of(SHORT, 0.999 * least, H200) is None
+
+
+def test_more_programs_and_rows_inside_sectors_take_longer() -> None:
+    config = fwd_one_tile.config_of(SHORT.specialization, 64, 256)
+    times = [few_keys_schedule.one_tile_us(replace(SHORT, batch=batch), config, H200) for batch in (1, 2, 3, 8)]
+    assert times == sorted(set(times))
+    odd = replace(SHORT, head_dim=184, head_dim_v=184)
+    assert few_keys_schedule.one_tile_us(odd, config, H200) > times[0]
+
+
+def test_explain_names_the_kernel_and_its_status() -> None:
+    found = serving.explain_problem(SHORT, H200, ("fwd",))
+    served, said = found.kernels[0], found.as_dict()["kernels"][0]
+    assert served.all_keys and not served.grouped and served.status == "estimated"
+    assert set(served.binaries or {}) == {"sm90/fwd_one_tile"}
+    assert "so sm90/fwd_one_tile runs instead" in str(found) and "tiles of 64 queries have all keys" in str(found)
+    assert "all keys in one tile" in str(served)
+    assert said["split"] is None and said["grouped"] is None and said["one_tile"] == said["config"]
+    assert serving.served_by(SHORT, H200, backward=False) == {"fwd": "sm90/fwd_one_tile"}
+
+
+def test_what_was_refused_is_not_tried_again() -> None:
+    choice = choosing.choose(SHORT, "fwd", H200)
+    tiles, refused = forward_plans.split_of(SHORT, choice, H200)
+    assert tiles is not None and refused == "" and forward_plans.how(tiles) == forward_plans.ONE_TILE
+    forward_plans._REFUSED[forward_plans._binary(SHORT, tiles, H200)] = "ptxas failed"
+    served = serving.explain_problem(SHORT, H200, ("fwd",))
+    assert served.kernels[0].split is None
+    assert "tiles with all keys of a key head are expected to be faster, but ptxas failed" in str(served)
+    forward_plans.forget()
+
+
+def test_precompile_has_every_tile() -> None:
+    found = few_keys_schedule.all_kernels(SHORT, 90)
+    assert [(config["BLOCK_M"], config["KEYS"]) for _, config, _ in found] == [
+        *fwd_one_tile.tiles(SHORT.specialization, 90)
+    ]
+    choice = choosing.choose(SHORT, "fwd", H200, WARP_SPECIALIZED_ROWS)
+    assert "sm90/fwd_one_tile" in {one.name for one, _, _ in precompile._by_shape("fwd", SHORT, choice, 90)}
+
+
+@pytest.mark.parametrize(("dims", "sizes"), [((64, 64), 6), ((192, 192), 5), ((256, 256), 4), ((24, 24), 6)], ids=str)
+def test_tiles_are_those_that_fit(dims: tuple[int, int], sizes: int) -> None:
+    spec = replace(SHORT, head_dim=dims[0], head_dim_v=dims[1]).specialization
+    tiles = fwd_one_tile.tiles(spec, 90)
+    assert len(tiles) == sizes and fwd_one_tile.tiles(spec, 80) == ()
+    assert all(fwd_one_tile.held(spec, *size) >= 1 for size in tiles)
+    assert fwd_one_tile.held(spec, 64, 64) >= fwd_one_tile.held(spec, 128, 128)
