@@ -94,3 +94,26 @@ GROUPED_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
         (26, 28, 2, 1196, 24), (8, 64, 8, 2048, 128), (16, 48, 4, 700, 64),
     )
 }  # fmt: skip
+#: Of head dims in parts that have no columns of their own for V: three of models, and drawn ones for which alone on the GPU was
+#: predicted to take about as long as the row's form.
+ALONE_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
+    f"{batch} x {heads}/{kv} of {rows} x {keys}, {dim}, {mask}": (
+        Problem("bf16", batch, heads, kv, rows, keys, dim, dim, mask), {}
+    )
+    for batch, heads, kv, rows, keys, dim, mask in (
+        (4, 32, 32, 2048, 2048, 96, CAUSAL), (4, 32, 32, 2048, 2048, 80, CAUSAL), (16, 16, 16, 729, 729, 72, FULL),
+        (16, 6, 6, 1461, 1461, 88, FULL), (2, 30, 10, 8059, 8059, 72, FULL), (2, 9, 9, 6344, 6344, 72, FULL),
+        (10, 22, 22, 555, 555, 72, FULL), (1, 96, 1, 3650, 3650, 96, FULL), (6, 3, 3, 12193, 12193, 96, FULL),
+        (24, 18, 3, 65, 65, 96, FULL), (19, 1, 1, 8976, 8976, 88, FULL), (8, 25, 5, 243, 243, 96, CAUSAL),
+        (3, 11, 11, 2298, 2298, 96, FULL), (17, 4, 4, 2002, 2002, 72, CAUSAL), (2, 61, 61, 1764, 3178, 88, FULL),
+        (20, 11, 1, 753, 753, 80, FULL), (2, 6, 6, 1720, 1720, 72, CAUSAL), (10, 5, 5, 3973, 3973, 88, FULL),
+        (4, 10, 2, 5346, 5346, 96, FULL), (2, 6, 6, 2749, 2749, 96, FULL), (62, 2, 2, 1735, 5153, 88, FULL),
+        (8, 28, 28, 1919, 1919, 88, FULL), (3, 76, 76, 561, 561, 80, FULL), (32, 12, 12, 696, 696, 72, FULL),
+        (2, 15, 5, 946, 946, 72, FULL), (5, 34, 34, 1235, 1235, 96, FULL), (4, 7, 7, 4817, 4817, 72, FULL),
+        (2, 81, 1, 2139, 2139, 80, FULL), (12, 20, 20, 150, 150, 96, CAUSAL), (14, 45, 45, 698, 6216, 72, FULL),
+        (13, 1, 1, 824, 3805, 88, FULL), (6, 34, 2, 812, 812, 88, CAUSAL), (3, 35, 1, 688, 688, 80, FULL),
+        (17, 2, 2, 5761, 5761, 80, FULL), (45, 4, 4, 1245, 230, 80, FULL), (2, 88, 2, 215, 215, 72, FULL),
+        (4, 40, 40, 838, 941, 80, CAUSAL), (4, 71, 71, 286, 596, 72, FULL), (2, 80, 1, 359, 359, 88, FULL),
+        (10, 13, 13, 1511, 1511, 80, FULL), (1, 18, 18, 10591, 21178, 88, FULL), (4, 1, 1, 7080, 7080, 80, FULL),
+    )
+}  # fmt: skip

@@ -7,7 +7,7 @@
     python benchmarks/dense_backwards.py --split                                     # both split kernels at a time, predicted
     python benchmarks/dense_backwards.py --keys --out dq_parts.json                  # keys of dQ in parts (also with --list)
     python benchmarks/dense_backwards.py --keys --table dq_parts.json --page docs/experiments/few-queries.md
-    python benchmarks/dense_backwards.py --forms apart --out v_apart.json            # apart, stored, turns or grouped
+    python benchmarks/dense_backwards.py --forms apart --out v_apart.json            # apart, stored, turns, grouped, alone
 
 The calls: of benchmarks/calls/random_calls.json.gz those that were behind a peer, those that are served otherwise since, and
 every eighth of the others. Fused: the row's config, alone on the GPU ("apart"), with dQ finished after, in half blocks (64
@@ -16,8 +16,8 @@ neighbouring numbers of parts. Split: one kernel after the other, and both at a 
 serves with whole keys, and keys of dQ in parts, in the order chosen for each number of parts, and one kernel after the other.
 --forms, each next to what serves: apart (V_APART of the fused kernel, and padded), stored (dS in memory, and split kernels),
 turns (dQ summed in a fixed order by the fused kernel, and by split kernels, as deterministic calls ask for), grouped (parts
-of groups under a causal mask, as the row has it and alone on the GPU; with --list, estimates). The calls are those of
-backward_calls.py.
+of groups under a causal mask, as the row has it and alone on the GPU; with --list, estimates), alone (head dims in parts, the
+same without parts of groups). The calls are those of backward_calls.py.
 
 Each result is compared with float32 arithmetic; a wrong one is an error. Each candidate is a CUDA graph; replays are
 interleaved; the file holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute
@@ -42,7 +42,7 @@ import marked
 import side_by_side
 import torch
 import workloads
-from backward_calls import APART_CALLS, GROUPED_CALLS, KEY_CALLS, STORED_CALLS, TURN_CALLS
+from backward_calls import ALONE_CALLS, APART_CALLS, GROUPED_CALLS, KEY_CALLS, STORED_CALLS, TURN_CALLS
 from launch_choices import race
 
 from fa2tune import gpus
@@ -326,6 +326,14 @@ def grouped_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     return found
 
 
+def alone_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
+    """As the row has it, and alone on the GPU."""
+    own = chosen(problem, gpu)[FUSED_KERNEL][0].of_row
+    forms = {"row": own, "alone": replace(own, config=_late_alone(own.config), otherwise=own.config)}
+    parts = {name: group_parts_schedule.parts_of(problem, FUSED_KERNEL, form, gpu) for name, form in forms.items()}
+    return {name: ({FUSED_KERNEL: (form, parts[name])}, "") for name, form in forms.items()}
+
+
 def _late_alone(config: Config) -> Config:
     return {**fused_schedule.apart(config), "EARLY_START": False}
 
@@ -342,6 +350,7 @@ Candidates = Callable[[Problem, Gpu], dict[str, Ordered]]
 FORMS: dict[str, tuple[dict[str, tuple[Problem, dict[str, float]]], Candidates]] = {
     "apart": (APART_CALLS, apart_candidates), "stored": (STORED_CALLS, stored_candidates),
     "turns": (TURN_CALLS, turn_candidates), "grouped": (GROUPED_CALLS, grouped_candidates),
+    "alone": (ALONE_CALLS, alone_candidates),
 }  # fmt: skip
 
 

@@ -62,9 +62,10 @@ MARGIN, HALF_MARGIN, HALF_ALONE, LEAST_US = 0.04, 0.12, 0.06, 0.5
 #: be predicted to be slower by so much: of four such calls it was faster in all, by 1 to 14 %, and the model knows only a part
 #: of the reasons (docs/experiments/dense-backward.md).
 LONG_BYTES, LONG_MARGIN = 400e6, -0.04
-#: The same of head dims in parts: the eight such calls that were predicted to take 0.98 to 1.03 of the row's time alone took
-#: 0.81 to 0.98 (dense_backwards.json, _drawn, _15).
-PARTS_ALONE = -0.03
+#: The same of head dims in parts whose rows begin inside a PIECE, without a mask, of up to so many queries. Of 20 such calls
+#: that were predicted to take about as long in both forms 16 took 0.82 to 0.99 of the row's time alone, none over 1.03. Of more
+#: queries seven of seven took 1.01 to 1.06, at 96 six of seven 1.02 to 1.09 (benchmarks/calls/alone_backwards.json).
+PARTS_ALONE, PARTS_ROWS = -0.03, 4096
 #: Alone on the GPU may be predicted to be slower by so much, less LEAST_US, where the row's form takes so many microseconds at
 #: most and query heads have key tiles for half of the multiprocessors: of seven such calls, timed in both forms, it was faster
 #: in all, by 1 to 28 %. Of fewer tiles the row's form is overestimated.
@@ -388,7 +389,9 @@ def forms(problem: Problem, choice: Choice, arch: int) -> Iterator[tuple[Config,
         return
     rows, narrow = problem.batch * problem.heads_q * problem.seqlen_q, bool(config.get("NARROW"))
     prepared = rows * _row_costs(problem.specialization, False, False, narrow).prepared
-    alone = LONG_MARGIN if prepared > LONG_BYTES else PARTS_ALONE if config.get("IN_PARTS") else MARGIN
+    inside = bool(config.get("IN_PARTS")) and ITEMSIZE[problem.dtype] * problem.head_dim % PIECE > 0
+    near = inside and problem.mask == FULL and problem.seqlen_q <= PARTS_ROWS
+    alone = LONG_MARGIN if prepared > LONG_BYTES else PARTS_ALONE if near else MARGIN
     found = [(apart(config), alone)] if config["BESIDE"] else []
     if bwd_fused.columns(problem.specialization, config) <= 64 and config["BLOCK_M"] == 128:
         found.append((halves(config), HALF_MARGIN))
