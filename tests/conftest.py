@@ -62,6 +62,7 @@ COMPILING = tuple(
         "hopper_masks",
         "hopper_split",
         "hopper_grouped",
+        "hopper_one_tile_forward",
         "hopper_scores",
         "backward_scores",
         "dq_parts_compiled",

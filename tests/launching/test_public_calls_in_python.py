@@ -15,6 +15,7 @@ import fa2tune
 from fa2tune import logs
 from fa2tune.calling import copies, dispatch, merging, unseen
 from fa2tune.calling.schedules import (
+    few_keys_schedule,
     grouped_schedule,
     one_tile_schedule,
     packed_grouped_schedule,
@@ -61,7 +62,8 @@ class Case(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def several_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backwards of few keys are several kernels, as those of many are."""
+    """Calls of few keys have the kernels of those of many."""
+    monkeypatch.setattr(few_keys_schedule, "MARGIN", 1.0)
     monkeypatch.setattr(one_tile_schedule, "ONE_KEY_TILE", False)
 
 
