@@ -78,7 +78,7 @@ class Served:
     one_tile: Config | None = None  #: of the kernel that makes all of a backward in place of the rows' ones, of "bwd"
     #: Of the kernel that writes dS, of which dQ is made, in place of the rows' ones, of "bwd".
     stored_ds: Config | None = None
-    #: of the kernel that does not; of the one for all of "bwd"
+    #: config of the kernel that could not be had
     unsplit_of: Config | None = None
     few_tiles: bool = False  #: whether the row's kernel has the schedule model's config for few tiles, or would have it
     form: str = ""  #: of the row's kernel, where it is another than the row's: "alone on the GPU"

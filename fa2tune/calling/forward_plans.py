@@ -59,8 +59,8 @@ def forget() -> None:
 
 
 def split_of(problem: Problem, choice: Choice, gpu: Gpu) -> tuple[Config | None, str]:
-    """How keys are to be split, or query heads to share tiles, of a forward that ``choice`` would serve otherwise, None: they
-    are not to be; and why the kernels for it could not be had before in this process, "": they were not refused."""
+    """A config of what is to run in place of the forward that ``choice`` would serve, None: nothing is; and why its kernels
+    could not be had before in this process, "": they were not refused."""
     chosen = packed_splits_schedule.instead_of if problem.extent.ragged else in_place_schedule.instead_of
     split = chosen(problem, choice.config, gpu, choice.row)
     return split, "" if split is None else _REFUSED.get(_binary(problem, split, gpu), "")

@@ -6,8 +6,8 @@ Tiles of a kernel of the role fwd_split_grouped have the queries of all heads of
 of one head. Which of the two, and how many parts: ``calling/schedules/key_splits_schedule.py``; of packed sequences, for which
 the latter alone serves, ``packed_splits_schedule.py``.
 
-A forward by the role fwd_grouped, whose keys are not split, is planned here as well: it, too, runs in place of the tuned kernel
-(``calling/schedules/grouped_schedule.py``), and of packed sequences, too.
+Forwards by the roles fwd_grouped and fwd_one_tile, whose keys are not split, are planned here as well: they, too, run in place
+of the tuned kernel (``calling/schedules/in_place_schedule.py``), the first one of packed sequences, too.
 """
 
 from __future__ import annotations
@@ -61,12 +61,14 @@ def is_one_tile(config: Config) -> bool:
 
 @cache  # asked of every config that is estimated
 def _kernel(role: str | None, implementation: str) -> tuple[str, str]:
-    """(Role, path of the kernel with that role) that configs are of; ``role``: None for those that split keys. ValueError: they
+    """(Role, path of the kernel with that role) that configs are of; ``role``: None for both that split keys. ValueError: they
     are of none, or of several."""
     roles = (FWD_SPLIT_GROUPED, FWD_SPLIT) if role is None else (role,)
     found = [(role, path) for role in roles if (path := role_kernel(role, implementation)) is not None]
     if not found:
-        raise ValueError(f"config: got {implementation!r:.40}, which no kernel that splits keys is")
+        raise ValueError(
+            f"config: got {implementation!r:.40}, which no kernel that runs in place of the tuned forward is"
+        )
     if len(found) > 1:
         raise ValueError(f"{found[0][1]} and {found[1][1]} are both {implementation}")
     return found[0]
@@ -100,8 +102,8 @@ def plain(problem: Problem) -> Problem:
 
 
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
-    """What runs for a config of the one that splits keys or has tiles of several heads, in order, each with its config and a
-    problem whose specialization it is compiled for."""
+    """What runs for a config of a kernel that splits keys, or has tiles of several heads or with all keys, in order, each with
+    its config and a problem whose specialization it is compiled for."""
     variant = splitting(config)
     before, _ = around(variant, problem.specialization, config, arch)
     found = [(*one, problem) for one in [*before, (variant, config)]]
@@ -158,6 +160,8 @@ def bound(
     """(What runs, called with the tensors and then with memory for the order of packed tiles and for parts; like that memory,
     none if there is neither). ``tensors``: q, k, v, o, lse, and of packed sequences where they start, by name, of which shapes
     and strides count."""
+    if is_one_tile(config) and config["KEYS"] < problem.seqlen_k:
+        raise ValueError(f"config: got KEYS {config['KEYS']} for {problem.seqlen_k} keys, a tile must have all of them")
     arch = launch.arch_of(device_index) if device_index >= 0 else 0
     strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 and name != "lse"}
     given = {name: index for index, name in enumerate(tensors)}

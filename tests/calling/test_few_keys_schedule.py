@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmark_scripts import script
 
 from fa2tune import gpus
@@ -23,6 +24,7 @@ from fa2tune.search_spaces.sm90 import fwd_one_tile
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import FULL, Mask
 from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.score import score_of
 
 ROOT = Path(__file__).parents[2]
 H200 = gpus.named("h200")
@@ -81,25 +83,34 @@ def test_calls_that_take_it_gain(
 @pytest.mark.parametrize(
     "other",
     [
-        {"seqlen_k": 257}, {"batch": 400}, {"extent": Extent(RAGGED, 4)}, {"mask": Mask("band", 30, 30)}, {"seqlen_q": 0},
-        {"dtype": "fp32"}, {"aligned": False},
+        {"seqlen_k": 257}, {"seqlen_k": 63}, {"seqlen_q": 63}, {"batch": 400}, {"extent": Extent(RAGGED, 4)},
+        {"mask": Mask("band", 30, 30)}, {"mask": Mask("causal_top_left")}, {"seqlen_q": 0}, {"dtype": "fp32"},
+        {"aligned": False}, {"score": score_of(50.0)},
     ],
     ids=lambda other: next(iter(other)),
 )  # fmt: skip
 def test_other_calls_do_not_take_it(other: dict[str, Any]) -> None:
-    """More keys or tiles than were timed, packed sequences, windows, nothing to do, and what the kernel does not compute."""
-    problem = replace(SHORT, **other)
-    assert not few_keys_schedule.asked(problem, H200) or few_keys_schedule.best(problem, H200) is None
-    assert few_keys_schedule.config_of(problem, math.inf, H200) is None
-    assert few_keys_schedule.config_of(SHORT, math.inf, H200) is not None
+    """Fewer queries, fewer or more keys or more tiles than were timed, packed sequences, other masks and score terms, nothing
+    to do, and what the kernel does not compute."""
+    assert (
+        few_keys_schedule.best(SHORT, H200) is not None
+        and few_keys_schedule.best(replace(SHORT, **other), H200) is None
+    )
 
 
-def test_it_must_be_faster_by_a_margin() -> None:
+def test_it_must_be_faster_by_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     found = few_keys_schedule.best(SHORT, H200)
     assert found is not None
     least = found[0] / (1 - few_keys_schedule.MARGIN)
-    assert few_keys_schedule.config_of(SHORT, 1.001 * least, H200) == found[1]
-    assert few_keys_schedule.config_of(SHORT, 0.999 * least, H200) is None
+    for share, taken in ((1.001, found[1]), (0.999, None)):
+        monkeypatch.setattr(in_place_schedule, "served_us", lambda *_, share=share: share * least)
+        assert chosen(SHORT) == taken
+
+
+def test_products_are_slower_on_a_gpu_that_multiplies_less() -> None:
+    config = fwd_one_tile.config_of(SHORT.specialization, 64, 256)
+    times = [few_keys_schedule.one_tile_us(SHORT, config, gpus.named(name)) for name in ("h200", "h20")]
+    assert times[0] < times[1]
 
 
 def test_more_programs_and_rows_inside_sectors_take_longer() -> None:
@@ -121,15 +132,20 @@ def test_explain_names_the_kernel_and_its_status() -> None:
     assert serving.served_by(SHORT, H200, backward=False) == {"fwd": "sm90/fwd_one_tile"}
 
 
-def test_what_was_refused_is_not_tried_again() -> None:
+def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = choosing.choose(SHORT, "fwd", H200)
     tiles, refused = forward_plans.split_of(SHORT, choice, H200)
     assert tiles is not None and refused == "" and forward_plans.how(tiles) == forward_plans.ONE_TILE
-    forward_plans._REFUSED[forward_plans._binary(SHORT, tiles, H200)] = "ptxas failed"
+    monkeypatch.setitem(forward_plans._REFUSED, forward_plans._binary(SHORT, tiles, H200), "ptxas failed")
     served = serving.explain_problem(SHORT, H200, ("fwd",))
     assert served.kernels[0].split is None
     assert "tiles with all keys of a key head are expected to be faster, but ptxas failed" in str(served)
-    forward_plans.forget()
+
+
+def test_a_tile_of_too_few_keys_is_an_error() -> None:
+    q, k, v = (torch.empty(1, 14, 212, 192, dtype=torch.bfloat16) for _ in range(3))
+    with pytest.raises(ValueError, match="KEYS 128 for 212 keys"):
+        key_splits.forward(q, k, v, SHORT, 1.0, fwd_one_tile.config_of(SHORT.specialization, 64, 128))
 
 
 def test_precompile_has_every_tile() -> None:
@@ -137,6 +153,7 @@ def test_precompile_has_every_tile() -> None:
     assert [(config["BLOCK_M"], config["KEYS"]) for _, config, _ in found] == [
         *fwd_one_tile.tiles(SHORT.specialization, 90)
     ]
+    assert not few_keys_schedule.all_kernels(replace(SHORT, mask=Mask("band", 30, 30)), 90), "which no such call takes"
     choice = choosing.choose(SHORT, "fwd", H200, WARP_SPECIALIZED_ROWS)
     assert "sm90/fwd_one_tile" in {one.name for one, _, _ in precompile._by_shape("fwd", SHORT, choice, 90)}
 

@@ -210,16 +210,15 @@ def test_explain_names_the_kernel_and_its_status() -> None:
     assert serving.served_by(PROMPT, H200, backward=False) == {"fwd": "sm90/fwd_grouped"}
 
 
-def test_what_was_refused_is_not_tried_again() -> None:
+def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = choosing.choose(PROMPT, "fwd", H200)
     tiles, refused = forward_plans.split_of(PROMPT, choice, H200)
     assert tiles is not None and refused == ""
-    forward_plans._REFUSED[forward_plans._binary(PROMPT, tiles, H200)] = "ptxas failed"
+    monkeypatch.setitem(forward_plans._REFUSED, forward_plans._binary(PROMPT, tiles, H200), "ptxas failed")
     served = serving.explain_problem(PROMPT, H200, ("fwd",))
     assert served.kernels[0].split is None
     assert "tiles of several query heads are expected to be faster, but ptxas failed" in str(served)
     assert forward_plans.how(tiles) == forward_plans.GROUPED
-    forward_plans.forget()
 
 
 def test_precompile_has_every_tile() -> None:

@@ -10,22 +10,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from fa2tune.calling.schedules import few_tiles, forward_schedule, key_splits_schedule
+from fa2tune.calling.schedules import forward_schedule, key_splits_schedule
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import kernels, space_of
 from fa2tune.search_spaces.lib.hopper import begins_within_sectors
+from fa2tune.spec.mask import STACKED
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem
 from fa2tune.spec.roles import FWD_ONE_TILE
+from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant
 
 #: Microseconds of a launch, and of a turn's start and end; of a turn's products, a million multiplications and additions, and
 #: once more for each program of the busiest multiprocessor; of 10,000 scores, for each of these; and bytes a microsecond that
-#: all programs load and store, where rows begin with a sector of 32 bytes and where they do not. Fitted to 188 times of 96
-#: calls on an H200: 8 % off, root mean square (docs/experiments/few-keys.md).
+#: all programs load and store, where rows begin with a sector of 32 bytes and where they do not. Fitted to 187 times of 96
+#: calls on an H200: 8 % off, root mean square (docs/experiments/few-keys.md). Of other GPUs nothing was timed: products are
+#: slower by what their multiprocessors multiply less than PEAK, in TFLOP/s each.
 LAUNCH_US, TURN_US, PRODUCTS_US, MORE_PRODUCTS_US, SCORES_US = 1.9, 0.843, 0.395, 0.2, 0.273
 MOVED_PER_US, INSIDE_SECTORS_PER_US = 17.4e6, 8.85e6
-#: What was timed at most: keys, and tiles of LEAST_ROWS rows a multiprocessor.
-MOST_KEYS, LEAST_ROWS, MOST_TURNS = 256, 64, 8
+PEAK = 989 / 132
+#: What was timed: so many queries and keys at least, so many keys at most, and tiles of as many rows as the fewest queries a
+#: multiprocessor. Decoding is left to kernels whose tiles share K and V among query heads.
+LEAST_ROWS, MOST_KEYS, MOST_TURNS = 64, 256, 8
 #: It must be predicted to be faster than what serves otherwise by this share.
 MARGIN = 0.05
 
@@ -39,6 +44,7 @@ def one_tile_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     busiest = -(-programs // gpu.sm_count)
     turns = -(-busiest // space.held(spec, rows, keys))
     products = rows * keys * sum(-(-dim // 16) * 16 for dim in (problem.head_dim, problem.head_dim_v)) / 1e6
+    products *= max(1.0, PEAK * gpu.sm_count / gpu.peak(problem.dtype, problem.precision))
     time = LAUNCH_US + turns * (TURN_US + PRODUCTS_US * products)
     time += busiest * (MORE_PRODUCTS_US * products + SCORES_US * rows * keys / 1e4)
     read = min(rows, problem.seqlen_q) + min(keys, problem.seqlen_k)  # O as many as Q
@@ -57,37 +63,37 @@ def candidates(problem: Problem, arch: int) -> Iterator[Config]:
             yield space.config_of(problem.specialization, rows, keys)
 
 
-@lru_cache(maxsize=1024)
-def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
-    """(estimated microseconds, config) of the fastest tiles; None: the kernel cannot compute this call."""
-    found = [(one_tile_us(problem, config, gpu), config) for config in candidates(problem, gpu.arch)]
-    return min(found, key=lambda one: one[0], default=None)
+def _computes(problem: Problem, arch: int) -> bool:
+    """Whether calls of this kind were timed: no mask or a causal one, that of rows of several heads included, no score term."""
+    timed = problem.mask.measured or problem.mask.name == STACKED
+    return arch in key_splits_schedule.MEASURED_ON and timed and problem.score == NONE and not problem.extent.ragged
 
 
 def asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether the kernel is asked for such a call at all."""
     return (
-        problem.seqlen_k <= MOST_KEYS
-        and gpu.arch in key_splits_schedule.MEASURED_ON
-        and few_tiles.covers_mask(problem)
+        LEAST_ROWS <= problem.seqlen_k <= MOST_KEYS
+        and problem.seqlen_q >= LEAST_ROWS
         and not problem.is_empty
-        and not problem.extent.ragged
+        and _computes(problem, gpu.arch)
         and problem.query_tiles(LEAST_ROWS) * problem.heads_q <= MOST_TURNS * gpu.sm_count
         and not forward_schedule.portable_is_faster("fwd", problem)
     )
 
 
-def config_of(problem: Problem, otherwise_us: float, gpu: Gpu) -> Config | None:
-    """The tiles with all keys of a forward that takes so long otherwise; None: they are not expected to be faster."""
-    if not asked(problem, gpu) or (found := best(problem, gpu)) is None:
+@lru_cache(maxsize=1024)
+def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
+    """(estimated microseconds, config) of the fastest tiles; None: the kernel is not asked, or cannot compute this call."""
+    if not asked(problem, gpu):
         return None
-    return found[1] if found[0] < (1 - MARGIN) * otherwise_us else None
+    found = [(one_tile_us(problem, config, gpu), config) for config in candidates(problem, gpu.arch)]
+    return min(found, key=lambda one: one[0], default=None)
 
 
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What ``key_splits.kernels`` gives, of every tile that a call of any heads and lengths may have."""
     space = space_of(problem, arch, FWD_ONE_TILE)
-    if arch not in key_splits_schedule.MEASURED_ON or space is None:
+    if space is None or not _computes(problem, arch):
         return []
     spec = problem.specialization
     return [one for size in space.tiles(spec, arch) for one in kernels(problem, space.config_of(spec, *size), arch)]

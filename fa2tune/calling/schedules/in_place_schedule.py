@@ -18,9 +18,11 @@ def instead_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = Non
     """A config of what runs in place of the kernel that ``config``, by ``row``, is of; None: nothing does."""
     found = key_splits_schedule.config_of(problem, config, gpu, row)
     found = grouped_schedule.config_of(problem, config, gpu, row, found) or found
-    if not few_keys_schedule.asked(problem, gpu):
+    if (one_tile := few_keys_schedule.best(problem, gpu)) is None:
         return found
-    return few_keys_schedule.config_of(problem, served_us(problem, config, gpu, row, found), gpu) or found
+    time, tiles = one_tile
+    pays = time < (1 - few_keys_schedule.MARGIN) * served_us(problem, config, gpu, row, found)
+    return tiles if pays else found
 
 
 def served_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None, found: Config | None) -> float:
