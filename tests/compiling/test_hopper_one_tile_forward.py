@@ -103,6 +103,15 @@ def test_it_has_no_loop_over_keys(case: Case, built: Callable[[Asked], Built]) -
 
 
 @every
+def test_all_warps_have_read_q_before_o_takes_its_memory(case: Case, built: Callable[[Asked], Built]) -> None:
+    """They meet after the scores' product and before O is written, where Triton has them wait for V."""
+    names = [one.split()[0] for one in built(case.asked).operations]
+    scores = next(place for place, name in enumerate(names) if name.startswith("WARPGROUP.DEPBAR"))
+    output = next(place for place, name in enumerate(names) if name.startswith("STSM"))
+    assert scores < output and any(name.startswith("BAR.SYNC") for name in names[scores:output])
+
+
+@every
 def test_q_k_v_and_o_are_copied_once(case: Case, built: Callable[[Asked], Built]) -> None:
     """One load or store for each part. Of lse each thread stores two rows, and nothing else reads or writes global memory."""
     listing, (of_d, of_dv) = built(case.asked).listing, case.parts
