@@ -40,10 +40,10 @@ SERVED = "served"
 def configs_of(problem: Problem, arch: int) -> dict[str, Config]:
     """Of the kernel, by name; none: it does not compute this call."""
     found = few_keys_schedule.candidates(problem, arch)
-    return {_name(config): config for config in found}
+    return {name_of(config): config for config in found}
 
 
-def _name(config: Config) -> str:
+def name_of(config: Config) -> str:
     return f"{config['BLOCK_M']} rows, {config['KEYS']} keys"
 
 
@@ -83,10 +83,11 @@ def summary(calls: Mapping[str, Mapping[str, Any]], problems: Mapping[str, Probl
         forms = configs_of(problem, gpu.arch)
         errors += [math.log(few_keys_schedule.one_tile_us(problem, forms[one], gpu) / us[one]) for one in forms]
         config = chosen(problem, gpu)
-        share = 1.0 if config is None else us[_name(config)] / us[SERVED]
+        share = 1.0 if config is None else us[name_of(config)] / us[SERVED]
         taken += [] if config is None else [share]
-        left, least = [*left, share], [*least, min(us.values()) / us[SERVED]]
-    if errors:
+        left.append(share)
+        least.append(min(us.values()) / us[SERVED])
+    if taken:
         mean = statistics.geometric_mean
         lose, off = sum(one > 1.02 for one in taken), math.sqrt(statistics.fmean(one * one for one in errors))
         gain = f"{mean(taken):.3f} of the time; {lose} lose over 2 %, {max(taken):.2f} at most"

@@ -52,6 +52,12 @@ def narrow_blocks(spec: Specialization) -> dict[str, int]:
     return {"BLOCK_D": d[0], "REST_D": d[1], "BLOCK_DV": dv[0], "REST_DV": dv[1]}
 
 
+def narrow_columns(spec: Specialization) -> tuple[int, int]:
+    """Columns of such tiles of Q and K, and of those of V and O: of all parts."""
+    found = narrow_blocks(spec)
+    return found["BLOCK_D"] + found["REST_D"], found["BLOCK_DV"] + found["REST_DV"]
+
+
 def o_fits_q(blocks: Mapping[str, int]) -> bool:
     """Whether O's parts have the shapes of Q's, so that it can leave through Q's memory."""
     return blocks["BLOCK_D"] == blocks["BLOCK_DV"] and blocks["REST_DV"] in (0, blocks["REST_D"])

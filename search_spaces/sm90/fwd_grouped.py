@@ -3,8 +3,15 @@ searched. They are those that rows of kernels/sm90/fwd.py have with RESCALE "laz
 
 from functools import lru_cache
 
-from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES, narrow_blocks, o_fits_q, spare_registers
-from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
+from fa2tune.search_spaces.lib.hopper import (
+    BARRIER_BYTES,
+    SHARED_BYTES,
+    narrow_blocks,
+    narrow_columns,
+    o_fits_q,
+    spare_registers,
+)
+from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import SearchSpace
 
 #: BLOCK_M: one consumer group, or two.
@@ -19,15 +26,10 @@ KEYS = (64, 128)
 MEMBERS = (2, 4, 8, 16, 32, 64)
 
 
-def columns(spec: Specialization) -> tuple[int, int]:
-    """Columns of the tiles of Q and K, and of those of V and O: of all parts."""
-    return sum(head_dim_parts(spec.head_dim)), sum(head_dim_parts(spec.head_dim_v))
-
-
 def fits(spec: Specialization, config: Config) -> bool:
     """Whether shared memory holds Q, O and the stages of K and V, and registers scores, output, the weights of the block
     before, and Q where it stays; at the launch one product. Each program uses 1 KiB more of shared memory."""
-    (d, dv), rows, keys = columns(spec), config["BLOCK_M"], config["BLOCK_N"]
+    (d, dv), rows, keys = narrow_columns(spec), config["BLOCK_M"], config["BLOCK_N"]
     held, at_launch, registers = HELD[rows]
     own = rows * dv if config["O_THROUGH"] == "own" else 0
     shared = 2 * (rows * d + own + config["STAGES"] * keys * (d + dv)) + BARRIER_BYTES

@@ -1,7 +1,14 @@
 """Tiles of kernels/sm90/fwd_one_tile.py: they follow from head dims and the call's heads and lengths. Nothing is searched."""
 
-from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES, narrow_blocks, o_fits_q, spare_registers
-from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts
+from fa2tune.search_spaces.lib.hopper import (
+    BARRIER_BYTES,
+    SHARED_BYTES,
+    narrow_blocks,
+    narrow_columns,
+    o_fits_q,
+    spare_registers,
+)
+from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import SearchSpace
 
 #: Query rows of a tile: those of a wgmma of one warpgroup or of two.
@@ -14,20 +21,15 @@ REGISTERS, SM_REGISTERS = 255, 65536
 MORE_THAN_OUTPUT, MORE_THAN_SCORES = 30, 8
 
 
-def columns(spec: Specialization) -> tuple[int, int]:
-    """Columns of the tiles of Q and K, and of those of V and O: of all parts."""
-    return sum(head_dim_parts(spec.head_dim)), sum(head_dim_parts(spec.head_dim_v))
-
-
 def shared_bytes(spec: Specialization, rows: int, keys: int) -> int:
     """Q, K, V and, where it has memory of its own, O."""
-    d, dv = columns(spec)
+    d, dv = narrow_columns(spec)
     return 2 * (rows * d + (0 if o_fits_q(narrow_blocks(spec)) else rows * dv) + keys * (d + dv)) + BARRIER_BYTES
 
 
 def fits(spec: Specialization, rows: int, keys: int) -> bool:
     """Whether shared memory holds Q, K, V and O, and registers scores beside their weights, or those beside the output."""
-    live = keys // 4 + max(keys, columns(spec)[1]) // 2
+    live = keys // 4 + max(keys, narrow_columns(spec)[1]) // 2
     return shared_bytes(spec, rows, keys) <= SHARED_BYTES and live <= REGISTERS - spare_registers(spec, min(keys, 128))
 
 
@@ -49,7 +51,7 @@ def default(spec: Specialization, arch: int) -> Config:
 
 def held(spec: Specialization, rows: int, keys: int) -> int:
     """Programs that a multiprocessor holds at once, by its shared memory, of which each takes 1 KiB more, and its registers."""
-    live = max(keys // 4 + columns(spec)[1] // 2 + MORE_THAN_OUTPUT, 3 * keys // 4 + MORE_THAN_SCORES)
+    live = max(keys // 4 + narrow_columns(spec)[1] // 2 + MORE_THAN_OUTPUT, 3 * keys // 4 + MORE_THAN_SCORES)
     of_registers = SM_REGISTERS // (2 * rows * live)
     return max(1, min((SHARED_BYTES + 1024) // (shared_bytes(spec, rows, keys) + 1024), of_registers))
 

@@ -18,12 +18,11 @@ from fa2tune.calling import choosing, forward_plans, serving
 from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
 from fa2tune.calling.schedules import few_keys_schedule, in_place_schedule
 from fa2tune.fleet import precompile
-from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits
 from fa2tune.search_spaces.sm90 import fwd_one_tile
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import FULL, Mask
-from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.problem import Problem
 from fa2tune.spec.score import score_of
 
 ROOT = Path(__file__).parents[2]
@@ -34,31 +33,21 @@ FITTED, HELD_OUT = (
     for name in ("one_tile_forwards", "one_tile_forwards_2")
 )
 RECORD = {**HELD_OUT, **FITTED}
-SERVED = "served"
+races = script("one_tile_forwards")
 SHORT = Problem("bf16", 1, 14, 14, 212, 212, 192, 192, FULL)
 
 
 @pytest.fixture(scope="module")
 def drawn() -> dict[str, Problem]:
     """The calls of the records, by name."""
-    races = script("one_tile_forwards")
     records = sorted((ROOT / "benchmarks/calls").glob("random_calls*.json.gz"))
     return {name: problem for name, (problem, _) in races.calls_of(records, H200).items() if name in RECORD}
-
-
-def chosen(problem: Problem, gpu: Gpu = H200) -> Config | None:
-    choice = choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS)
-    return in_place_schedule.instead_of(problem, choice.config, gpu, choice.row)
-
-
-def name_of(config: Config) -> str:
-    return f"{config['BLOCK_M']} rows, {config['KEYS']} keys"
 
 
 @pytest.mark.parametrize(("record", "most"), [(FITTED, 0.3), (HELD_OUT, 0.42)], ids=["fitted", "held out"])
 def test_estimates_are_near_the_record(record: dict[str, Any], most: float, drawn: dict[str, Problem]) -> None:
     errors = [
-        math.log(few_keys_schedule.one_tile_us(drawn[name], config, H200) / call["us"][name_of(config)])
+        math.log(few_keys_schedule.one_tile_us(drawn[name], config, H200) / call["us"][races.name_of(config)])
         for name, call in record.items()
         for config in few_keys_schedule.candidates(drawn[name], 90)
     ]
@@ -74,8 +63,8 @@ def test_calls_that_take_it_gain(
     """In the geometric mean; of those that lose, none loses more than 12 %."""
     gains = []
     for name, call in record.items():
-        if (config := chosen(drawn[name])) is not None and key_splits.is_one_tile(config):
-            gains.append(call["us"][name_of(config)] / call["us"][SERVED])
+        if (config := races.chosen(drawn[name], H200)) is not None:
+            gains.append(call["us"][races.name_of(config)] / call["us"][races.SERVED])
     assert len(gains) >= taken and statistics.geometric_mean(gains) < share
     assert max(gains) < 1.12 and sum(gain > 1.02 for gain in gains) <= lose
 
@@ -104,7 +93,7 @@ def test_it_must_be_faster_by_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     least = found[0] / (1 - few_keys_schedule.MARGIN)
     for share, taken in ((1.001, found[1]), (0.999, None)):
         monkeypatch.setattr(in_place_schedule, "served_us", lambda *_, share=share: share * least)
-        assert chosen(SHORT) == taken
+        assert races.chosen(SHORT, H200) == taken
 
 
 def test_products_are_slower_on_a_gpu_that_multiplies_less() -> None:
