@@ -165,8 +165,7 @@ class Served:
             return self._of_row
         what = self.form or "few tiles"
         if self.split is not None:
-            what = "tiles of several query heads" if self.grouped else "keys split among programs"
-            what = "all keys in one tile" if self.all_keys else what
+            what = in_place_schedule.words(self.split).what
         elif self.one_tile is not None:
             what = "all of it by one kernel"
         elif self.stored_ds is not None:
@@ -382,7 +381,7 @@ class Explanation:
             elif one.split is not None:
                 said.append(in_place_schedule.about(problem, one.split))
             elif one.unsplit:
-                what = in_place_schedule.expected(one.unsplit_of or {})
+                what = in_place_schedule.words(one.unsplit_of or {}).expected
                 said.append(f"{one.kernel}: {what} expected to be faster, but {one.unsplit}.")
             elif one.few_tiles:
                 why = "short sequences" if self.problem.extent.ragged else "few tiles, or few keys"

@@ -49,7 +49,8 @@ def forward_plan(
             if not cannot_be_had(error):
                 raise
             _REFUSED[_binary(problem, split, gpu)] = str(error)
-            warn_once(f"the first choice for fwd failed on {gpu.name} ({error}); next: {_next(split)}")
+            otherwise = in_place_schedule.words(split).otherwise
+            warn_once(f"the first choice for fwd failed on {gpu.name} ({error}); next: {otherwise}")
     return ForwardPlan(problem, q, k, v, softmax_scale, choice)
 
 
@@ -82,13 +83,6 @@ def steps(plan: Any, choices: Mapping[str, Choice]) -> list[str]:
 def how(config: Config) -> str:
     """KEYS_SPLIT, GROUPED or ONE_TILE, by what a ``SplitPlan`` is made with."""
     return ONE_TILE if is_one_tile(config) else GROUPED if is_grouped(config) else KEYS_SPLIT
-
-
-def _next(split: Config) -> str:
-    """What the log says of the tuned kernel."""
-    if is_one_tile(split):
-        return "keys in blocks"
-    return "tiles of one head each" if is_grouped(split) else "keys are not split"
 
 
 def _binary(problem: Problem, split: Config, gpu: Gpu) -> tuple[object, ...]:

@@ -74,18 +74,19 @@ def _kernel(role: str | None, implementation: str) -> tuple[str, str]:
     return found[0]
 
 
-def _role_in_place(config: Config) -> str | None:
+def role_in_place(config: Config) -> str | None:
+    """Of a config in place of the tuned forward's; None: of one that splits keys, whichever of both."""
     return FWD_GROUPED if is_grouped(config) else FWD_ONE_TILE if is_one_tile(config) else None
 
 
 def role_of(config: Config) -> str:
     """Of the kernel that a config is of: entries tell the role, with the implementation."""
-    return _kernel(_role_in_place(config), implementation_of(config))[0]
+    return _kernel(role_in_place(config), implementation_of(config))[0]
 
 
 def splitting(config: Config) -> Variant:
     """The kernel that a config is of."""
-    return variant_named(_kernel(_role_in_place(config), implementation_of(config))[1])
+    return variant_named(_kernel(role_in_place(config), implementation_of(config))[1])
 
 
 def sums(problem: Problem, splits: int, start: int = 0) -> list[Workspace]:

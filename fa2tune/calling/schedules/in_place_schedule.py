@@ -6,12 +6,35 @@ taken before."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from fa2tune.calling.schedules import few_keys_schedule, grouped_schedule, key_splits_schedule
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import is_grouped, is_one_tile, splitting
+from fa2tune.launching.key_splits import is_grouped, is_one_tile, role_in_place, splitting
 from fa2tune.rows.row import Row
 from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.roles import FWD_GROUPED, FWD_ONE_TILE
 from fa2tune.spec.variant import Variant
+
+
+class Words(NamedTuple):
+    """Of what runs in place of the tuned forward."""
+
+    what: str
+    expected: str  #: the beginning of a sentence that says what is expected to be faster
+    otherwise: str  #: of the tuned forward
+
+
+#: By ``key_splits.role_in_place``.
+_WORDS = {
+    None: Words("keys split among programs", "to split keys among programs is", "keys are not split"),
+    FWD_GROUPED: Words("tiles of several query heads", "tiles of several query heads are", "tiles of one head each"),
+    FWD_ONE_TILE: Words("all keys in one tile", "tiles with all keys of a key head are", "keys in blocks"),
+}
+
+
+def words(found: Config) -> Words:
+    return _WORDS[role_in_place(found)]
 
 
 def instead_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = None) -> Config | None:
@@ -39,13 +62,6 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
     """What ``key_splits.kernels`` gives, of every tile of several heads, or with all keys, that a call of any heads and lengths
     may have."""
     return grouped_schedule.all_kernels(problem, arch) + few_keys_schedule.all_kernels(problem, arch)
-
-
-def expected(found: Config) -> str:
-    """What is expected to be faster than the tuned kernel, as the beginning of a sentence."""
-    if is_one_tile(found):
-        return "tiles with all keys of a key head are"
-    return "tiles of several query heads are" if is_grouped(found) else "to split keys among programs is"
 
 
 def about(problem: Problem, found: Config) -> str:
