@@ -48,6 +48,7 @@ from launch_choices import race
 from fa2tune import gpus
 from fa2tune.calling import backward_plans, choosing, dispatch
 from fa2tune.calling.schedules import (
+    bands_schedule,
     fused_schedule,
     group_parts_schedule,
     query_parts_schedule,
@@ -130,6 +131,11 @@ def _late(choice: Choice) -> Choice:
 def whole_blocks() -> AbstractContextManager[Any]:
     """In which no call has query blocks in parts, which are query_parts.py's."""
     return mock.patch.object(query_parts_schedule, "with_parts", lambda _problem, choice, _gpu: choice)
+
+
+def rows_bands() -> AbstractContextManager[Any]:
+    """In which each call has the bands of its row; others are raced by band_backwards.py."""
+    return mock.patch.object(bands_schedule, "in_bands", lambda _problem, choice, _gpu: choice)
 
 
 def chosen(problem: Problem, gpu: Gpu) -> Candidate:

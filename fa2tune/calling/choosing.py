@@ -23,6 +23,8 @@ from fa2tune.calling.kinds import (
     other_kind,
 )
 from fa2tune.calling.schedules import (
+    bands_schedule,
+    few_blocks_schedule,
     forward_schedule,
     fused_schedule,
     ordered,
@@ -342,6 +344,8 @@ class Chooser:
         if not by_schedule and not by_work:
             choice = Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
             choice = fused_schedule.of_dense(problem, choice, self.gpu)
+            choice = few_blocks_schedule.in_step(problem, choice, self.gpu)
+            choice = bands_schedule.in_bands(problem, choice, self.gpu)
             return query_parts_schedule.with_parts(problem, choice, self.gpu)
         rows = {id(one.row): one for one in self._of_all_lengths(answer)}
         served, *able = (one.row for one in rows.values())

@@ -19,6 +19,7 @@ import torch
 
 from fa2tune.calling import choosing, varlen_schedules
 from fa2tune.calling.schedules import (
+    few_blocks_schedule,
     few_tiles,
     forward_schedule,
     fused_schedule,
@@ -154,6 +155,7 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
         return
     others = [*turns_schedule.forms(problem, own, arch)]
     others += [*packed_schedule.forms(problem, own), *fused_schedule.all_forms(problem, own, arch)]
+    others += few_blocks_schedule.forms(problem, own, arch)
     others += [*query_parts_schedule.forms(problem, own, arch), *split_backward_schedule.forms(problem, own)]
     for other in others:
         yield from ((*one, problem) for one in runs(kernel, spec, replace(choice, config=other), arch))

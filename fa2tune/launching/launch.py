@@ -326,11 +326,11 @@ def form(variant: Variant, spec: Specialization, config: Config) -> BoundForm:
     return _form(variant, spec, tuple(sorted(compiler.binary_config(variant, config).items())))
 
 
-def starts_early(variant: Variant, problem: Problem, config: Config) -> bool:
+def starts_early(variant: Variant, problem: Problem, config: Config, device_index: int) -> bool:
     """Whether a config's kernel will start before the one before it has ended. Not where that is another call's, as this one
     brings the order of its tiles: it would take longer (docs/experiments/fused-backward-ends.md)."""
     first = bool(variant.packed_before) and problem.extent.scheduled
-    return not first and variant.early(problem.specialization, config) and cuda.may_start_early()
+    return not first and variant.early(problem, config, sm_count(device_index)) and cuda.may_start_early()
 
 
 def _bound(
@@ -367,7 +367,7 @@ def _bound(
             arguments.append(0)
         else:
             arguments.append(_named(variant, name, values))
-    early = starts_early(variant, problem, config)
+    early = starts_early(variant, problem, config, device_index)
     grid = variant.programs(problem, config, sm_count(device_index), early)
     return Launch(function, grid, arguments, [slots[name] for name in names], early)
 

@@ -232,7 +232,7 @@ class Kernels:
                 asked |= overlapped.workspaces(problem, asked)
             asked |= dq_parts.workspaces(problem, keys)
             own, size = placed(asked, some.dtype, size, queue)
-            early = device_index >= 0 and starts_early(tuned, posed, config)
+            early = device_index >= 0 and starts_early(tuned, posed, config, device_index)
             workspaces = common | own
             places: dict[str, TensorPlace] = {
                 **workspaces,

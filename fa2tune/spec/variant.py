@@ -145,7 +145,7 @@ PORTABLE_FOLDER = "portable"
 SIGNATURES = {
     "grid": ("problem", "config", "sm_count", "early"), "constants": ("spec", "config"), "passes_on": ("spec", "config"),
     "passes_before": ("spec", "config"), "used": ("spec", "config"),
-    "surrounded": ("config", "name"), "early": ("spec", "config"), "workspaces": ("problem", "config"),
+    "surrounded": ("config", "name"), "early": ("problem", "config", "sm_count"), "workspaces": ("problem", "config"),
     "scalars": ("problem", "config", "early"), "fitted": ("spec", "config"), "suited": ("problem", "config"),
 }  # fmt: skip
 
@@ -221,9 +221,9 @@ class Variant:
     passes_before: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
     #: (config, path) -> whether a config wants this one of them
     surrounded: Callable[[Config, str], bool] = field(default=lambda config, name: True)
-    #: (specialization, config) -> whether the kernel may start while the one before it runs, and itself waits for what that one
-    #: makes
-    early: Callable[[Specialization, Config], bool] = field(default=lambda spec, config: False)
+    #: (problem, config, streaming multiprocessors) -> whether the kernel is to start while the one before it runs; it waits
+    #: itself for what that one makes
+    early: Callable[[Problem, Config, int], bool] = field(default=lambda problem, config, sm_count: False)
     #: (problem, config) -> uninitialised memory that ``before``, kernel and ``after`` share
     workspaces: Callable[[Problem, Config], Workspaces] = field(default=lambda problem, config: {})
     #: (problem, config, whether the kernel does start early: not every driver lets it) -> integer parameters of these kernels,

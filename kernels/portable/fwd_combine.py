@@ -68,5 +68,5 @@ VARIANT = Variant(
         problem.batch * problem.heads_q * problem.seqlen_q, config["BLOCK_R"]
     ),
     constants=lambda spec, _config: {"TWO_WORDS": spec.dtype == "fp32"},
-    early=lambda _spec, config: bool(config["EARLY"]),
+    early=lambda _problem, config, _sm_count: bool(config["EARLY"]),
 )

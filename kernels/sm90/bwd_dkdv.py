@@ -335,6 +335,6 @@ VARIANT = Variant(
     used=lambda spec, config: used_by(spec, part_dims(spec, config), ("D", "DV"), ("D", "DV")),
     min_arch=90,
     max_arch=90,
-    early=lambda _spec, config: bool(config.get("EARLY_START")),
+    early=lambda _problem, config, _sm_count: bool(config.get("EARLY_START")),
     fitted=space.fitted,
 )  # fmt: skip

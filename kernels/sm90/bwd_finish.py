@@ -97,6 +97,19 @@ def _grid(problem, config, _sm_count, _early):
     return triton.cdiv(rows, config["BLOCK_R"]) * problem.batch * problem.heads_q
 
 
+#: Programs that one multiprocessor finishes as fast as if they were spread over all.
+_AT_ONCE = 8
+
+
+def _starts_early(problem, config, sm_count):
+    """FINISH_BESIDE; or EARLY_START where the main kernel leaves room: programs that start early fill the multiprocessors that
+    are free first. Next to 132 tiles, all of them would be in the few that are done first."""
+    if config.get("FINISH_BESIDE") or not config.get("EARLY_START"):
+        return bool(config.get("FINISH_BESIDE"))
+    tiles = problem.batch * problem.heads_kv * problem.extent.tiles(1, problem.seqlen_k, BLOCK_N.value)
+    return _grid(problem, config, sm_count, True) <= _AT_ONCE * max(0, sm_count - tiles)
+
+
 VARIANT = Variant(
     kernel=bwd_finish_hopper_kernel,
     space=SPACE,
@@ -107,5 +120,5 @@ VARIANT = Variant(
         "USED_COLUMNS": config.get("USED_COLUMNS", config["SUM_COLUMNS"]),
         "EARLY_START": config.get("EARLY_START", False),
     },
-    early=lambda _spec, config: bool(config.get("FINISH_BESIDE") or config.get("EARLY_START")),
+    early=_starts_early,
 )

@@ -458,7 +458,7 @@ VARIANT = Variant(
     before=("sm90/bwd_prepare", "sm90/bwd_prepare_overlapped"),
     after=("sm90/bwd_finish",),
     surrounded=lambda config, name: name != ("sm90/bwd_prepare" if config["BESIDE"] else "sm90/bwd_prepare_overlapped"),
-    early=lambda _spec, config: bool(config["BESIDE"] or config.get("EARLY_START")),
+    early=lambda _problem, config, _sm_count: bool(config["BESIDE"] or config.get("EARLY_START")),
     passes_on=lambda spec, config: {
         "SUM_COLUMNS": space.columns(spec, config), "PERMUTED_COLUMNS": space.permuted_columns(spec, config),
         "FINISH_BESIDE": config["FINISH_BESIDE"],

@@ -454,7 +454,7 @@ VARIANT = Variant(
     before=("portable/fwd_norms",),
     packed_before=("portable/packed_order",),
     passes_on=lambda spec, config: {"BLOCK_Q": config["BLOCK_M"], "EARLY": True} if spec.ragged else {},
-    early=lambda spec, _config: spec.ragged,
+    early=lambda problem, _config, _sm_count: problem.extent.ragged,
     surrounded=lambda config, _name: config["RESCALE"] == "never",
     workspaces=_workspaces,
     fitted=space.fitted,

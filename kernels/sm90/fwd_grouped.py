@@ -312,6 +312,6 @@ VARIANT = Variant(
     max_arch=90,
     packed_before=("portable/packed_order",),
     passes_on=lambda spec, config: {"BLOCK_Q": config["BLOCK_M"] // config["MEMBERS"], "EARLY": True} if spec.ragged else {},
-    early=lambda spec, _config: spec.ragged,
+    early=lambda problem, _config, _sm_count: problem.extent.ragged,
     workspaces=_workspaces,
 )  # fmt: skip

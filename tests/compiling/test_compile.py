@@ -313,7 +313,7 @@ def test_a_callback_of_another_signature_is_an_error() -> None:
         TypeError, match=r"grid takes \(config, problem, sm_count, early\), it has to take \(problem, config"
     ):
         replace(variant, grid=lambda config, problem, sm_count, early: 1)
-    with pytest.raises(TypeError, match=r"early takes \(_spec\), it has to take \(spec, config\)"):
+    with pytest.raises(TypeError, match=r"early takes \(_spec\), it has to take \(problem, config, sm_count\)"):
         replace(variant, early=lambda _spec: False)
 
 

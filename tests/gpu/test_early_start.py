@@ -99,7 +99,7 @@ def test_a_driver_that_starts_nothing_early(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cuda, "may_start_early", lambda: False)
     case = CASES[0]
     asked = case.posed(300, 300)
-    assert not launch.starts_early(FOUND[0], asked, case.config(asked))
+    assert not launch.starts_early(FOUND[0], asked, case.config(asked), 0)
     check(FOUND[0], case.config(asked), asked)
 
 

@@ -232,7 +232,7 @@ def test_a_driver_that_starts_nothing_early(beside: Config, monkeypatch: pytest.
         if "BESIDE" in variant.space.dimensions:
             asked = asked_for(variant, 900, 900, dims=(64, 64), causal=True, heads=(40, 20), batch=2)
             config = {**config_for(variant, asked), **beside}
-            assert variant.early(asked.specialization, config) and not launch.starts_early(variant, asked, config)
+            assert variant.early(asked, config, 132) and not launch.starts_early(variant, asked, config, 0)
             check(variant, config, asked)
 
 

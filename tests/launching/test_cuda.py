@@ -449,32 +449,40 @@ def test_a_launch_may_start_before_the_one_before_has_ended(driver: Driver, monk
     Chain([(asked, [(place, 0) for place in range(len(tensors))])], 0)(tensors)
     assert driver.launched[-1]["attributes"] == [(6, 1, 0, 0)]
     for name, variant in registry.variants().items():
-        assert not variant.early(PROBLEM.specialization, variant.space.default(PROBLEM.specialization, 90)), name
+        assert not variant.early(PROBLEM, variant.space.default(PROBLEM.specialization, 90), 132), name
     fused = variant_named("sm90/bwd_fused")
     wide = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096)
     beside = {**fused.space.default(PROBLEM.specialization, 90), "BESIDE": True}
     for version, early in ((12020, False), (12030, True)):
         cuda.may_start_early.cache_clear()
         driver.version = version
-        assert launch.starts_early(fused, PROBLEM, beside) == early
-        assert not launch.starts_early(fused, PROBLEM, {**beside, "BESIDE": False})
+        assert launch.starts_early(fused, PROBLEM, beside, 0) == early
+        assert not launch.starts_early(fused, PROBLEM, {**beside, "BESIDE": False}, 0)
         workers = fused.scalars(wide, beside, early)
         assert (132 * workers["rows_worth"] // workers["keys_seen"] >= 132) != early, "alone, all prepare"
     (before,), (after,) = compiler.around(fused, PROBLEM.specialization, beside, 90)
     assert (before[0].name, after[0].name) == ("sm90/bwd_prepare_overlapped", "sm90/bwd_finish")
-    assert not launch.starts_early(after[0], PROBLEM, after[1])
+    assert not launch.starts_early(after[0], PROBLEM, after[1], 0)
     _, (after,) = compiler.around(fused, PROBLEM.specialization, {**beside, "FINISH_BESIDE": True}, 90)
-    assert launch.starts_early(after[0], PROBLEM, after[1])
+    assert launch.starts_early(after[0], PROBLEM, after[1], 0)
+    started = {**beside, "BESIDE": False, "EARLY_START": True}
+    _, (after,) = compiler.around(fused, PROBLEM.specialization, started, 90)
+    for tiles, early in ((60, True), (124, True), (125, False), (132, False), (500, False)):  # 64 blocks of dQ
+        few = replace(PROBLEM, batch=1, heads_q=1, heads_kv=1, seqlen_q=4096, seqlen_k=128 * tiles)
+        assert launch.starts_early(after[0], few, after[1], 0) == early, (
+            "not where main leaves no room for its programs"
+        )
+        assert launch.starts_early(fused, few, started, 0)
     packed = replace(PROBLEM, batch=1, extent=Extent(RAGGED, 2))
     for name in ("sm90/fwd", "sm90/fwd_grouped", "sm90/fwd_split"):
         variant, spec = variant_named(name), packed.specialization
         config = variant.space.default(spec, 90)
-        assert launch.starts_early(variant, packed, config)
-        assert not launch.starts_early(variant, PROBLEM, config)
-        assert not launch.starts_early(variant, replace(packed, extent=Extent(RAGGED, 2, scheduled=True)), config)
+        assert launch.starts_early(variant, packed, config, 0)
+        assert not launch.starts_early(variant, PROBLEM, config, 0)
+        assert not launch.starts_early(variant, replace(packed, extent=Extent(RAGGED, 2, scheduled=True)), config, 0)
         ((order, settings),), _ = compiler.around(variant, spec, config, 90)
         assert order.name == "portable/packed_order" and settings["EARLY"]
-        assert not launch.starts_early(order, packed, settings)
+        assert not launch.starts_early(order, packed, settings, 0)
     (before,), (after,) = compiler.around(fused, PROBLEM.specialization, {**beside, "BESIDE": False}, 90)
     assert (before[0].name, after[0].name) == ("sm90/bwd_prepare", "sm90/bwd_finish")
 

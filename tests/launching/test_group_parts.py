@@ -35,7 +35,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(passes, "chain", chain)
     monkeypatch.setattr(passes, "arch_of", lambda index: 90)
     monkeypatch.setattr(
-        passes, "starts_early", lambda variant, problem, config: variant.early(problem.specialization, config)
+        passes, "starts_early", lambda variant, problem, config, _device: variant.early(problem, config, 132)
     )
     return found
 

@@ -239,6 +239,13 @@ def _row_costs(spec: Specialization, in_parts: bool, v_apart: bool, narrow: bool
     )  # fmt: skip
 
 
+def kept_bytes(problem: Problem, config: Config) -> int:
+    """Of a query row, what stays in the L2 between two tiles that see it: q, do and sums of dQ."""
+    form = _form(config)
+    row = _row_costs(problem.specialization, form.in_parts, form.v_apart, form.narrow)
+    return SUM_BYTES * row.columns + row.loaded
+
+
 def parts_us(problem: Problem, parts: int, gpu: Gpu, queries: bool = False) -> float:
     """Of what runs before and after, where groups are in so many parts. ``queries``: query blocks are."""
     if parts == 1:
@@ -468,10 +475,14 @@ def about(choice: Choice) -> str:
         return "the next kernel started early" if choice.variant.space is bwd_dq.SPACE else "started early"
     if own is None or choice.variant.space is not bwd_fused.SPACE:
         return ""
-    words = [f"in blocks of {config['BLOCK_M']} queries"] if config["BLOCK_M"] != own["BLOCK_M"] else []
-    early = bool(config.get("EARLY_START"))
-    longer = bool(config.get("LONGER_FIRST"))
-    words += ["alone on the GPU"] if words or own["BESIDE"] or not (early or longer) else []
+    halved, early = config["BLOCK_M"] != own["BLOCK_M"], bool(config.get("EARLY_START"))
+    ordered, longer = config["ORDER"] != own["ORDER"], bool(config.get("LONGER_FIRST"))
+    banded = config["HEADS_PER_WAVE"] != own["HEADS_PER_WAVE"] and not group_parts.of_queries(config)
+    words = [f"in blocks of {config['BLOCK_M']} queries"] if halved else []
+    words += [f"in the order {config['ORDER']}"] if ordered and not halved else []
+    if not config["BESIDE"] and (halved or own["BESIDE"] or not (early or longer or ordered or banded)):
+        words.append("alone on the GPU")
+    words += [f"in bands of {config['HEADS_PER_WAVE']} heads"] if banded else []
     words += ["longer sequences first"] if longer else []
     words += ["each kernel started early"] if early else []
     return ", ".join(words)

@@ -1,0 +1,60 @@
+"""Heads of a band of the fused Hopper backward, whose key tiles are given out together, for a dense call: arithmetic on the
+host, by the times of ``fused_schedule``.
+
+A row's number (HEADS_PER_WAVE) is of one workload. It is a launch argument: machine code is the same for all. Wide bands give
+long tiles out first, so programs end together; of narrow ones the rows of queries stay in the L2 between two tiles that see
+them. (docs/experiments/dense-backward.md)"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule
+from fa2tune.compiling.choice import Choice
+from fa2tune.gpus import Gpu
+from fa2tune.launching import group_parts
+from fa2tune.launching.passes import ACCUMULATES_DQ
+from fa2tune.rows.row import WORKLOAD
+from fa2tune.search_spaces.sm90 import bwd_fused
+from fa2tune.spec.problem import Config, Problem
+
+#: Numbers that are tried beside the row's; the widest is not searched.
+BANDS = (1, 4, 16, 32, 64)
+#: Time grows by SPREAD for each L2 that a band's rows fill beyond a share of it. Another number than the row's must be
+#: predicted to be faster by MARGIN. Fitted to 89 calls on an H200 that were timed in up to seven bands, held out 80.
+SPREAD, FREE, MARGIN = 0.15, 0.25, 0.02
+
+
+def filled(problem: Problem, config: Config, gpu: Gpu, parts: int) -> float:
+    """L2s that rows of q, do and sums of dQ fill: those of a band's heads, or of all heads that programs run at once."""
+    ours = group_parts.split(problem, parts)
+    tiles = -(-ours.seqlen_k // (bwd_fused.GROUPS * bwd_fused.KEYS))
+    heads = min(ours.batch * ours.heads_kv, max(config["HEADS_PER_WAVE"], gpu.sm_count / tiles))
+    return heads * ours.group * ours.seqlen_q * fused_schedule.kept_bytes(problem, config) / gpu.l2_bytes
+
+
+def in_bands(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
+    """``choice``, or that in bands of another number of heads where it is expected to be faster."""
+    own = choice.config
+    if problem.is_empty or not fused_schedule.covers(choice.variant, problem):
+        return choice
+    if not own["DYNAMIC"] or own["PAIRS"] or own.get("IN_ORDER") or group_parts.of_queries(own):
+        return choice
+    if choice.row is not None and all(getattr(choice.row, name) == getattr(problem, name) for name in WORKLOAD):
+        return choice  # bands were searched
+    parts = group_parts_schedule.parts_of(problem, ACCUMULATES_DQ, choice, gpu)
+
+    def time(config: Config) -> float:
+        beyond = max(0.0, filled(problem, config, gpu, parts) - FREE)
+        return fused_schedule.predicted_us(problem, config, gpu, parts) * (1 + SPREAD * beyond)
+
+    heads = problem.batch * problem.heads_kv * parts
+    others = {min(band, heads): band for band in reversed(BANDS)}  # those of all heads are alike
+    others.pop(min(own["HEADS_PER_WAVE"], heads), None)
+    best = min(({**own, "HEADS_PER_WAVE": band} for band in sorted(others.values())), key=time, default=own)
+    if time(best) >= (1 - MARGIN) * time(own):
+        return choice
+    found = replace(choice, config=best, otherwise=choice.of_row.config)
+    # their estimate does not know what the L2 holds
+    same = group_parts_schedule.parts_of(problem, ACCUMULATES_DQ, found, gpu) == parts
+    return found if same else choice
