@@ -1,0 +1,146 @@
+"""Times fused Hopper backwards of drawn calls in other bands of heads, in another order of products, and with dQ finished early
+or not.
+
+    python benchmarks/ahead.py benchmarks/band_backwards.py bands RECORD...      # first: every binary, on all cores; no GPU
+    python benchmarks/band_backwards.py bands RECORD... --out FILE               # resumes from the file
+    python benchmarks/band_backwards.py --table FILE                             # a file, as text
+
+RECORD: of benchmarks/random_calls.py. ``bands``: calls that are not started early and have more tiles than a GPU has
+multiprocessors, in the row's bands and in others. ``order``: calls whose row has another order than "together", in both.
+``finish``: calls that are started early, with dQ finished early, after the main kernel, and as it is served. Checks and times
+are those of benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+import dense_backwards
+import side_by_side
+
+from fa2tune import gpus
+from fa2tune.calling.schedules import bands_schedule, few_blocks_schedule
+from fa2tune.compiling.choice import Choice
+from fa2tune.gpus import Gpu
+from fa2tune.launching import group_parts, launch, passes
+from fa2tune.spec.problem import Problem
+
+KERNEL = dense_backwards.FUSED_KERNEL
+ROW, TOGETHER = "the row's order", "together"
+SERVED, EARLY, AFTER = "served", "dQ finished early", "dQ finished after"
+FINISH = "sm90/bwd_finish"
+
+
+def _one(problem: Problem, gpu: Gpu) -> tuple[Choice, int]:
+    """The fused kernel in its row's bands and order, and parts."""
+    unordered = mock.patch.object(few_blocks_schedule, "in_step", lambda _problem, choice, _gpu: choice)
+    with dense_backwards.rows_bands(), unordered:
+        found, _ = dense_backwards.served(problem, gpu)
+    return found[KERNEL]
+
+
+def band_candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]:
+    """Heads of a band -> candidate, the row's first."""
+    one, parts = _one(problem, gpu)
+    own = one.config["HEADS_PER_WAVE"]
+    heads = problem.batch * problem.heads_kv * parts
+    bands = [own, *(band for band in bands_schedule.BANDS if band != own and band < 2 * heads)]
+    made = {band: replace(one, config={**one.config, "HEADS_PER_WAVE": band}) for band in bands}
+    return {str(band): ({KERNEL: (choice, parts)}, "") for band, choice in made.items()}
+
+
+def order_candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]:
+    one, parts = _one(problem, gpu)
+    together = replace(one, config=few_blocks_schedule.form(one.config))
+    return {name: ({KERNEL: (choice, parts)}, "") for name, choice in ((ROW, one), (TOGETHER, together))}
+
+
+class _Finished(dict[str, dense_backwards.Ordered]):
+    """The same candidate by name, each taken while its plan is made in that way."""
+
+    def items(self) -> Iterator[tuple[str, dense_backwards.Ordered]]:  # type: ignore[override]
+        own = launch.starts_early
+        for name, one in super().items():
+
+            def early(variant: Any, *about: Any, name: str = name) -> bool:
+                return name == EARLY if variant.name == FINISH and name != SERVED else own(variant, *about)
+
+            with mock.patch.object(launch, "starts_early", early), mock.patch.object(passes, "starts_early", early):
+                yield name, one
+
+
+def finish_candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]:
+    return _Finished(dict.fromkeys((SERVED, EARLY, AFTER), dense_backwards.served(problem, gpu)))
+
+
+Wanted = Callable[[Problem, Choice, Gpu], bool]
+
+
+def _many_tiles(problem: Problem, choice: Choice, gpu: Gpu) -> bool:
+    tiles = problem.batch * problem.heads_kv * -(-problem.seqlen_k // few_blocks_schedule.TILE)
+    return not choice.config["EARLY_START"] and choice.config["DYNAMIC"] and tiles > gpu.sm_count
+
+
+def _other_order(_problem: Problem, choice: Choice, _gpu: Gpu) -> bool:
+    return choice.of_row.config["ORDER"] != "together" and choice.config["BLOCK_M"] == choice.of_row.config["BLOCK_M"]
+
+
+FORMS: dict[str, tuple[Wanted, dense_backwards.Candidates]] = {
+    "bands": (_many_tiles, band_candidates), "order": (_other_order, order_candidates),
+    "finish": (lambda _problem, choice, _gpu: bool(choice.config["EARLY_START"]), finish_candidates),
+}  # fmt: skip
+
+
+def drawn(records: tuple[Path, ...], form: str, gpu: Gpu) -> dict[str, tuple[Problem, str]]:
+    """Name -> (call, name of its record), of all that a form is raced for."""
+
+    def wanted(problem: Problem, choices: Mapping[str, Choice], _call: Mapping[str, Any]) -> bool:
+        choice = choices.get(KERNEL)
+        whole = choice is not None and not group_parts.of_queries(choice.config)
+        return whole and FORMS[form][0](problem, choice, gpu)
+
+    found = {path.name: dense_backwards.drawn([path], gpu, wanted) for path in records}
+    return {name: (problem, of) for of, problems in found.items() for name, problem in problems.items()}
+
+
+def line(name: str, call: Mapping[str, Any]) -> str:
+    return f"{name}: {', '.join(f'{which} {us} us' for which, us in call['us'].items())}"
+
+
+@click.command(help=(__doc__ or "").partition("\n\n")[0])
+@click.argument("form", type=click.Choice(list(FORMS)), required=False)
+@click.argument("records", nargs=-1, type=click.Path(exists=True, path_type=Path))
+@side_by_side.share_option
+@click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
+@click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
+def main(
+    form: str | None, records: tuple[Path, ...], share: slice, seconds: float, out: Path | None, shown: Path | None
+) -> None:
+    if shown is not None:
+        click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
+        return
+    if form is None or not records:
+        raise click.UsageError(
+            "got no form or no record, wanted one of " + ", ".join(FORMS) + ", and files of drawings"
+        )
+    problems = dict(list(drawn(records, form, gpus.named("h200")).items())[share])
+    record = side_by_side.begun(out, {"environment": side_by_side.environment(), "form": form})
+
+    def one(drawn_call: tuple[Problem, str]) -> dict[str, Any]:
+        problem, of = drawn_call
+        shape = {field: getattr(problem, field) for field in ("dtype", *dense_backwards.SHAPE)}
+        us = dense_backwards.measured(problem, FORMS[form][1])
+        return {"us": us, "of": of, **shape, "mask": str(problem.mask)}
+
+    side_by_side.fill(record, problems, one, seconds, out, line)
+
+
+if __name__ == "__main__":
+    main()
