@@ -7,8 +7,8 @@ or not.
 
 RECORD: of benchmarks/random_calls.py. ``bands``: calls that are not started early and have more tiles than a GPU has
 multiprocessors, in the row's bands and in others. ``order``: calls whose row has another order than "together", in both.
-``finish``: calls that are started early, with dQ finished early, after the main kernel, and as it is served. Checks and times
-are those of benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
+``finish``: calls that are started early, with dQ finished early, after the main kernel, and all kernels one after the other.
+Checks and times are those of benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import dense_backwards
 import side_by_side
 
 from fa2tune import gpus
-from fa2tune.calling.schedules import bands_schedule, few_blocks_schedule
+from fa2tune.calling.schedules import few_blocks_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts, launch, passes
@@ -33,8 +33,9 @@ from fa2tune.spec.problem import Problem
 
 KERNEL = dense_backwards.FUSED_KERNEL
 ROW, TOGETHER = "the row's order", "together"
-SERVED, EARLY, AFTER = "served", "dQ finished early", "dQ finished after"
+EARLY, AFTER, LATE = "dQ finished early", "dQ finished after", "one after the other"
 FINISH = "sm90/bwd_finish"
+BANDS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def _one(problem: Problem, gpu: Gpu) -> tuple[Choice, int]:
@@ -50,7 +51,7 @@ def band_candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ord
     one, parts = _one(problem, gpu)
     own = one.config["HEADS_PER_WAVE"]
     heads = problem.batch * problem.heads_kv * parts
-    bands = [own, *(band for band in bands_schedule.BANDS if band != own and band < 2 * heads)]
+    bands = [own, *(band for band in BANDS if band != own and band < 2 * heads)]
     made = {band: replace(one, config={**one.config, "HEADS_PER_WAVE": band}) for band in bands}
     return {str(band): ({KERNEL: (choice, parts)}, "") for band, choice in made.items()}
 
@@ -69,14 +70,16 @@ class _Finished(dict[str, dense_backwards.Ordered]):
         for name, one in super().items():
 
             def early(variant: Any, *about: Any, name: str = name) -> bool:
-                return name == EARLY if variant.name == FINISH and name != SERVED else own(variant, *about)
+                if name == LATE:
+                    return False
+                return name == EARLY if variant.name == FINISH else own(variant, *about)
 
             with mock.patch.object(launch, "starts_early", early), mock.patch.object(passes, "starts_early", early):
                 yield name, one
 
 
 def finish_candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]:
-    return _Finished(dict.fromkeys((SERVED, EARLY, AFTER), dense_backwards.served(problem, gpu)))
+    return _Finished(dict.fromkeys((EARLY, AFTER, LATE), dense_backwards.served(problem, gpu)))
 
 
 Wanted = Callable[[Problem, Choice, Gpu], bool]
@@ -102,7 +105,7 @@ def drawn(records: tuple[Path, ...], form: str, gpu: Gpu) -> dict[str, tuple[Pro
 
     def wanted(problem: Problem, choices: Mapping[str, Choice], _call: Mapping[str, Any]) -> bool:
         choice = choices.get(KERNEL)
-        whole = choice is not None and not group_parts.of_queries(choice.config)
+        whole = choice is not None and (form == "finish" or not group_parts.of_queries(choice.config))
         return whole and FORMS[form][0](problem, choice, gpu)
 
     found = {path.name: dense_backwards.drawn([path], gpu, wanted) for path in records}

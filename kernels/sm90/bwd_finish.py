@@ -3,7 +3,7 @@ memory order.
 
 Overlapped, programs start where rows were prepared (sm90/bwd_prepare_overlapped.py), once all programs of the main kernel have
 started (griddepcontrol), so no program is waited for that could not run; each waits until all tiles have added to dQ of its
-head. EARLY_START: they start then, too, and wait for the main kernel's end.
+head. EARLY_START: they may start then, too, and wait for the main kernel's end.
 
 Bound by memory, so it has no search space: one fixed config."""
 
@@ -97,16 +97,18 @@ def _grid(problem, config, _sm_count, _early):
     return triton.cdiv(rows, config["BLOCK_R"]) * problem.batch * problem.heads_q
 
 
-#: Programs that one multiprocessor finishes as fast as if they were spread over all.
+#: Programs for each multiprocessor that the main kernel leaves free, up to which an early start is faster: set by 42 calls
+#: (docs/experiments/fused-backward-ends.md).
 _AT_ONCE = 8
 
 
 def _starts_early(problem, config, sm_count):
     """FINISH_BESIDE; or EARLY_START where the main kernel leaves room: programs that start early fill the multiprocessors that
-    are free first. Next to 132 tiles, all of them would be in the few that are done first."""
-    if config.get("FINISH_BESIDE") or not config.get("EARLY_START"):
-        return bool(config.get("FINISH_BESIDE"))
-    tiles = problem.batch * problem.heads_kv * problem.extent.tiles(1, problem.seqlen_k, BLOCK_N.value)
+    are free first. Next to as many tiles as there are, all of them would be in the few that are done first. Of packed
+    sequences, whose tiles are not known here, they always start early."""
+    if config.get("FINISH_BESIDE") or not config.get("EARLY_START") or problem.extent.ragged:
+        return bool(config.get("FINISH_BESIDE") or config.get("EARLY_START"))
+    tiles = problem.batch * problem.heads_kv * triton.cdiv(problem.seqlen_k, BLOCK_N.value)
     return _grid(problem, config, sm_count, True) <= _AT_ONCE * max(0, sm_count - tiles)
 
 

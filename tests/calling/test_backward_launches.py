@@ -51,11 +51,11 @@ def band_of(problem: Problem, us: dict[str, float]) -> str:
 
 
 def test_bands_are_near_the_best_that_was_timed() -> None:
-    """SPREAD, FREE and MARGIN are fitted to the drawings up to the thirteenth record. The row's own bands are the first."""
+    """SPREAD, FREE and MARGIN are fitted to the records up to the thirteenth. The row's own bands are the first."""
     losses: dict[bool, list[float]] = {True: [], False: []}
     for problem, drawing, us in raced("band_backwards"):
         took, row, best = us[band_of(problem, us)], next(iter(us.values())), min(us.values())
-        assert took <= 1.015 * row
+        assert took <= 1.013 * row
         losses[drawing <= "random_calls_13.json.gz"].append(took / best)
     fitted, held_out = losses[True], losses[False]
     assert (len(fitted), len(held_out)) == (89, 80)
@@ -70,6 +70,10 @@ def test_a_rows_own_workload_keeps_its_bands() -> None:
     assert choice.otherwise is None and choice.row is not None
     other = replace(problem, batch=8, heads_q=2, heads_kv=2, seqlen_q=1620, seqlen_k=1620, head_dim=64, head_dim_v=64)
     assert "in bands of 16 heads" in fused_schedule.about(chosen(other))
+    llama = replace(problem, batch=2, heads_q=32, heads_kv=8, seqlen_q=8192, seqlen_k=8192)
+    assert chosen(llama).config["HEADS_PER_WAVE"] == 4, "in bands of one head it took 1.06 of the time"
+    square = Problem("bf16", 2, 20, 20, 8192, 8192, 80, 80, FULL)
+    assert chosen(square).config["HEADS_PER_WAVE"] == 16, "with one head it took 1.14 of the time"
 
 
 def test_bands_are_no_matter_of_the_machine_code() -> None:
@@ -100,24 +104,30 @@ def test_the_order_of_few_blocks_is_the_faster_one() -> None:
     assert max(others) > 1.1, "it is not the faster one for all"
 
 
-@pytest.mark.parametrize(("dim", "mask", "queries", "order"), [
-    (32, FULL, 700, "together"), (32, FULL, 6000, "ahead"), (32, CAUSAL, 1000, "ahead"), (64, FULL, 700, "behind"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dim", "mask", "queries", "order"),
+    [
+        (32, FULL, 700, "together"), (32, FULL, 6000, "behind"), (32, CAUSAL, 6000, "ahead"), (64, FULL, 6000, "behind"),
+        (128, FULL, 700, "together"), (128, FULL, 6000, "behind"),
+    ],
+)  # fmt: skip
 def test_where_the_order_is_another(dim: int, mask: object, queries: int, order: str) -> None:
-    problem = Problem("bf16", 1, 38, 38, queries, 768, dim, dim, mask)
+    assert chosen(Problem("bf16", 4, 38, 38, queries, 17000, dim, dim, mask)).config["ORDER"] == order
+
+
+@pytest.mark.parametrize(("dim", "mask", "queries", "keys"), [(32, FULL, 768, 768), (120, CAUSAL, 320, 4359)])
+def test_the_other_order_is_compiled_ahead(dim: int, mask: object, queries: int, keys: int) -> None:
+    """From the lengths of the row's own workload, at which it is not chosen."""
+    problem = Problem("bf16", 1, 38, 38, queries, keys, dim, dim, mask)
     choice = chosen(problem)
-    assert choice.config["BLOCK_M"] == 64 or choice.config["ORDER"] == order
-    made = [
-        one.config for one in (choice,) if one.otherwise is not None and one.config["ORDER"] != one.otherwise["ORDER"]
-    ]
-    ahead = [
-        config
-        for variant, config, _ in precompile._by_shape("bwd_fused", problem, choice, 90)
+    assert choice.config["ORDER"] == "together" != choice.otherwise["ORDER"]
+    long = replace(problem, seqlen_q=16384, seqlen_k=16384)
+    ahead = {
+        tuple(sorted(compiler.binary_config(variant, config).items()))
+        for variant, config, _ in precompile._by_shape("bwd_fused", long, choice.of_row, 90)
         if variant.space is bwd_fused.SPACE
-    ]
-    for config in made:
-        binary = compiler.binary_config(choice.variant, config)
-        assert binary in [compiler.binary_config(choice.variant, one) for one in ahead], "compiled ahead, too"
+    }
+    assert tuple(sorted(compiler.binary_config(choice.variant, choice.config).items())) in ahead
 
 
 def test_dq_is_finished_early_where_that_is_faster() -> None:

@@ -523,10 +523,10 @@ def test_explain_names_the_config_that_serves_where_the_form_cannot_be_had(monke
     assert found.kernels[-1].config == formed.config
     assert (found.kernels[-1].status, formed.step) == ("estimated", BY_FORM)
     assert found.as_dict()["kernels"][-1]["otherwise"]["config"]["BESIDE"]
-    form = "in blocks of 64 queries, alone on the GPU, each kernel started early"
+    form = "in blocks of 64 queries, alone on the GPU, kernels started early"
     assert f"bwd_fused: {form}, not as the row has it" in str(found)
     assert "not as the row" not in str(serving.explain_problem(square(8, 32, 2048, 64), H200))
-    assert "bwd_fused: alone on the GPU, each kernel started early, not as" in str(
+    assert "bwd_fused: alone on the GPU, kernels started early, not as" in str(
         serving.explain_problem(recorded(0)["82 V apart"][0], H200)
     )
     monkeypatch.setattr(serving, "_Runs", Runs)

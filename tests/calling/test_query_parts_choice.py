@@ -119,4 +119,4 @@ def test_explain_says_so() -> None:
     assert (
         "bwd_fused: the query blocks of each key tile are split into 6 parts, whose dK and dV are summed after." in said
     )
-    assert "each kernel started early, not as the row has it, which is expected to be faster" in said
+    assert "kernels started early, not as the row has it, which is expected to be faster" in said

@@ -473,6 +473,8 @@ def test_a_launch_may_start_before_the_one_before_has_ended(driver: Driver, monk
             "not where main leaves no room for its programs"
         )
         assert launch.starts_early(fused, few, started, 0)
+    packed_rows = replace(few, extent=Extent(RAGGED, 2))
+    assert launch.starts_early(after[0], packed_rows, after[1], 0), "their tiles are not known"
     packed = replace(PROBLEM, batch=1, extent=Extent(RAGGED, 2))
     for name in ("sm90/fwd", "sm90/fwd_grouped", "sm90/fwd_split"):
         variant, spec = variant_named(name), packed.specialization

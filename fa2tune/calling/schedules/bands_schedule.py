@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fa2tune.calling.schedules import fused_schedule, group_parts_schedule
+from fa2tune.calling.schedules import few_blocks_schedule, fused_schedule, group_parts_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.launching.passes import ACCUMULATES_DQ
 from fa2tune.rows.row import WORKLOAD
-from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem
 
-#: Numbers that are tried beside the row's; the widest is not searched.
-BANDS = (1, 4, 16, 32, 64)
+#: Numbers that are tried beside the row's; the widest is not searched. Bands of one head are slower than their estimate: all
+#: programs add to the same rows.
+BANDS = (4, 16, 32, 64)
+#: Narrower ones than the row's are tried only without a mask and where the row's fill so many L2s. Elsewhere they cannot be
+#: predicted: one call of a model took 1.06 of the time.
+OVERFULL = 2.0
 #: Time grows by SPREAD for each L2 that a band's rows fill beyond a share of it. Another number than the row's must be
 #: predicted to be faster by MARGIN. Fitted to 89 calls on an H200 that were timed in up to seven bands, held out 80.
 SPREAD, FREE, MARGIN = 0.15, 0.25, 0.02
@@ -29,7 +32,7 @@ SPREAD, FREE, MARGIN = 0.15, 0.25, 0.02
 def filled(problem: Problem, config: Config, gpu: Gpu, parts: int) -> float:
     """L2s that rows of q, do and sums of dQ fill: those of a band's heads, or of all heads that programs run at once."""
     ours = group_parts.split(problem, parts)
-    tiles = -(-ours.seqlen_k // (bwd_fused.GROUPS * bwd_fused.KEYS))
+    tiles = -(-ours.seqlen_k // few_blocks_schedule.TILE)
     heads = min(ours.batch * ours.heads_kv, max(config["HEADS_PER_WAVE"], gpu.sm_count / tiles))
     return heads * ours.group * ours.seqlen_q * fused_schedule.kept_bytes(problem, config) / gpu.l2_bytes
 
@@ -51,8 +54,12 @@ def in_bands(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
 
     heads = problem.batch * problem.heads_kv * parts
     row = min(own["HEADS_PER_WAVE"], heads)
-    # those of all heads are alike; under a mask narrower ones are not faster, whatever the L2 holds (llama-3.1-8b: 1.06)
-    others = {min(band, heads): band for band in reversed(BANDS) if band > row or (band < row and problem.mask == FULL)}
+    overfull = problem.mask == FULL and filled(problem, own, gpu, parts) > OVERFULL
+    now = fused_schedule.predicted_us(problem, own, gpu, parts)
+    if not overfull and fused_schedule.predicted_us(problem, own, gpu, parts, exact=False) >= (1 - MARGIN) * now:
+        return choice  # in whatever bands the mean of all programs takes as long
+    # those of all heads are alike
+    others = {min(band, heads): band for band in reversed(BANDS) if band > row or overfull}
     others.pop(row, None)
     best = min(({**own, "HEADS_PER_WAVE": band} for band in sorted(others.values())), key=time, default=own)
     if time(best) >= (1 - MARGIN) * time(own):

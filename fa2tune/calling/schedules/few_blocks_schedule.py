@@ -17,16 +17,13 @@ from fa2tune.spec.problem import Config, Problem
 
 TILE = bwd_fused.GROUPS * bwd_fused.KEYS  #: keys
 #: (columns, BLOCK_M) -> blocks of a tile, on average, up to which the order "together" is faster, and whether with a mask, too.
-#: By a race of 47 calls (benchmarks/calls/few_blocks_backwards.json): at 128 columns 0.94 to 1.0 of the time up to 12 blocks,
-#: 1.01 at 29; at 32 columns without a mask 0.92 to 1.01 up to 30 blocks, 1.04 from 34 on, with one 0.99 to 1.06.
-#: At 64 columns 1.0 to 1.11, whatever the number.
+#: Set by 47 calls (docs/experiments/dense-backward.md).
 FEW_BLOCKS = {(128, 64): (12, True), (32, 128): (30, False)}
 
 
 def form(config: Config) -> Config:
     """All products of a block before those of the next one."""
-    tiles = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True}
-    return {**config, **bwd_fused.PARTS_LOOP, **tiles, "num_warps": 8 if config["BLOCK_M"] == 64 else 4}
+    return {**config, **bwd_fused.PARTS_LOOP, **bwd_fused.PACKED, "num_warps": 8 if config["BLOCK_M"] == 64 else 4}
 
 
 def _formed(problem: Problem, config: Config, arch: int) -> tuple[int, Config] | None:

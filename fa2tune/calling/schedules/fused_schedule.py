@@ -218,6 +218,11 @@ class RowCosts(NamedTuple):
     prepare_overlapped_us: float  #: of one multiprocessor beside others
     finish_overlapped_us: float
 
+    @property
+    def kept(self) -> int:
+        """Bytes that stay in the L2 between two tiles that see it: q, do and sums of dQ."""
+        return SUM_BYTES * self.columns + self.loaded
+
 
 def _pieces(size: int) -> int:
     """Bytes of the memory's pieces that a row of so many lies in, rows one after the other, on average."""
@@ -240,10 +245,9 @@ def _row_costs(spec: Specialization, in_parts: bool, v_apart: bool, narrow: bool
 
 
 def kept_bytes(problem: Problem, config: Config) -> int:
-    """Of a query row, what stays in the L2 between two tiles that see it: q, do and sums of dQ."""
+    """``RowCosts.kept`` of a config."""
     form = _form(config)
-    row = _row_costs(problem.specialization, form.in_parts, form.v_apart, form.narrow)
-    return SUM_BYTES * row.columns + row.loaded
+    return _row_costs(problem.specialization, form.in_parts, form.v_apart, form.narrow).kept
 
 
 def parts_us(problem: Problem, parts: int, gpu: Gpu, queries: bool = False) -> float:
@@ -285,7 +289,7 @@ def _missed(tiles: int, group: int, heads: int, kept: int, band: int, gpu: Gpu) 
 def _fetched(problem: Problem, group: int, heads: int, row: RowCosts, form: FusedForm, gpu: Gpu) -> float:
     """Bytes that the main kernel moves to and from memory: q, do and the sums of dQ; 0: all rows stay in the L2."""
     rows, sums = problem.batch * problem.heads_q * problem.seqlen_q, SUM_BYTES * row.columns
-    kept = sums + row.loaded
+    kept = row.kept
     if rows * kept <= gpu.l2_bytes or problem.extent.ragged:  # of packed sequences no record has it
         return 0.0
     blocks = _blocks(problem.seqlen_q, problem.seqlen_k, problem.mask, form.rows)
@@ -408,7 +412,7 @@ def forms(problem: Problem, choice: Choice, arch: int) -> Iterator[tuple[Config,
 
 
 def started_early(config: Config) -> Config:
-    """With each kernel started before the one before it ends."""
+    """With kernels started before the one before them ends; dQ's where there is room for it."""
     return {**config, "EARLY_START": True}
 
 
@@ -484,5 +488,5 @@ def about(choice: Choice) -> str:
         words.append("alone on the GPU")
     words += [f"in bands of {config['HEADS_PER_WAVE']} heads"] if banded else []
     words += ["longer sequences first"] if longer else []
-    words += ["each kernel started early"] if early else []
+    words += ["kernels started early"] if early else []
     return ", ".join(words)
