@@ -16,6 +16,8 @@ grouped_schedule            forward   whether tiles have several query heads; wh
 packed_grouped_schedule     forward   the same of packed sequences
 packed_splits_schedule      forward   whether their keys are split; what of both runs (``instead_of``)
 fused_schedule              backward  the fused Hopper kernel: alone or overlapped, half blocks, early start
+few_blocks_schedule         backward  its order of products where key tiles see few query blocks: a rule, no estimate
+bands_schedule              backward  heads of its bands in dense calls
 split_backward_schedule     backward  dQ's and dK/dV's kernels: at a time or not, keys of dQ in parts, early start
 group_parts_schedule        backward  into how many parts query groups are split
 query_parts_schedule        backward  whether query blocks of ungrouped heads are in parts

@@ -45,7 +45,7 @@ def in_bands(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
     if not own["DYNAMIC"] or own["PAIRS"] or own.get("IN_ORDER") or group_parts.of_queries(own):
         return choice
     if choice.row is not None and all(getattr(choice.row, name) == getattr(problem, name) for name in WORKLOAD):
-        return choice  # bands were searched
+        return choice  # the row's were searched there
     parts = group_parts_schedule.parts_of(problem, ACCUMULATES_DQ, choice, gpu)
 
     def time(config: Config) -> float:
@@ -57,7 +57,7 @@ def in_bands(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
     overfull = problem.mask == FULL and filled(problem, own, gpu, parts) > OVERFULL
     now = fused_schedule.predicted_us(problem, own, gpu, parts)
     if not overfull and fused_schedule.predicted_us(problem, own, gpu, parts, exact=False) >= (1 - MARGIN) * now:
-        return choice  # in whatever bands the mean of all programs takes as long
+        return choice  # in other bands the mean of all programs takes about as long
     # those of all heads are alike
     others = {min(band, heads): band for band in reversed(BANDS) if band > row or overfull}
     others.pop(row, None)

@@ -72,8 +72,8 @@ PARTS_ALONE, PARTS_ROWS = -0.03, 4096
 SHORT_US, SHORT_MARGIN = 45.0, -0.05
 #: Parts of groups must be by this one; of predictions within PARTS_TIE of the least the fewest parts, which move the least.
 PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
-#: Whether dense calls of up to so many microseconds have each kernel started before the one before it ends; and what
-#: that saves: 1.1 to 2.6 measured in five calls (docs/experiments/fused-backward-ends.md).
+#: Whether dense calls of up to so many microseconds have kernels started before the one before them ends; and what
+#: that saves: 1.1 to 2.6 measured in five calls with dQ finished early (docs/experiments/fused-backward-ends.md).
 EARLY_START, EARLY_START_US, EARLY_SAVES_US = True, 100.0, 1.3
 #: What the order of packed tiles by length costs (LONGER_FIRST): the kernel before writes it, and the first tile waits for it;
 #: and for each 128 sequences more. In two raced calls of 171 and 201 sequences, which gain nothing else, it was about 3.
@@ -417,7 +417,7 @@ def started_early(config: Config) -> Config:
 
 
 def all_forms(problem: Problem, choice: Choice, arch: int) -> Iterator[Config]:
-    """Every config of other machine code that some dense call may have in place of a row's."""
+    """Every config of other machine code that some dense call may have by ``of_dense`` in place of a row's."""
     found = [form for form, _ in forms(problem, choice, arch)]
     yield from found
     if EARLY_START and covers(choice.variant, problem):
@@ -486,7 +486,7 @@ def about(choice: Choice) -> str:
     words += [f"in the order {config['ORDER']}"] if ordered and not halved else []
     if not config["BESIDE"] and (halved or own["BESIDE"] or not (early or longer or ordered or banded)):
         words.append("alone on the GPU")
-    words += [f"in bands of {config['HEADS_PER_WAVE']} heads"] if banded else []
+    words += [f"in bands of up to {config['HEADS_PER_WAVE']} heads"] if banded else []
     words += ["longer sequences first"] if longer else []
     words += ["kernels started early"] if early else []
     return ", ".join(words)

@@ -21,12 +21,12 @@ from fa2tune.spec.problem import Config, Problem
 MARGIN, LEAST_US, PACKED_LEAST_US, TIE = 0.08, 2.0, 4.0, 0.02
 #: Of more key tiles a multiprocessor the last ones are less than MARGIN of the time.
 MOST_TILES = 12
-#: Heads of a band, as many as there may be.
+#: Heads of a band, as many as are searched.
 MOST_HEADS = max(bwd_fused.SPACE.dimensions["HEADS_PER_WAVE"])
 
 
 def form(choice: Choice) -> Config:
-    """The row's config with QUERY_PARTS: the kernel alone on the GPU, each started early. Of few tiles of a dense call
+    """The row's config with QUERY_PARTS: the kernel alone on the GPU, started early. Of few tiles of a dense call
     the longest come first if a band has the parts of all heads."""
     apart = {**fused_schedule.apart(choice.of_row.config), "PAIRS": False, "LONGER_FIRST": False}
     return {**apart, "EARLY_START": fused_schedule.EARLY_START, "QUERY_PARTS": True, "HEADS_PER_WAVE": MOST_HEADS}
