@@ -40,8 +40,7 @@ BANDS = (1, 2, 4, 8, 16, 32, 64)
 
 def _one(problem: Problem, gpu: Gpu) -> tuple[Choice, int]:
     """The fused kernel in its row's bands and order, and parts."""
-    unordered = mock.patch.object(few_blocks_schedule, "in_step", lambda _problem, choice, _gpu: choice)
-    with dense_backwards.rows_bands(), unordered:
+    with dense_backwards.rows_loops():
         found, _ = dense_backwards.served(problem, gpu)
     return found[KERNEL]
 

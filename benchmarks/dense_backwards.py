@@ -31,7 +31,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from fa2tune import gpus
 from fa2tune.calling import backward_plans, choosing, dispatch
 from fa2tune.calling.schedules import (
     bands_schedule,
+    few_blocks_schedule,
     fused_schedule,
     group_parts_schedule,
     query_parts_schedule,
@@ -133,13 +134,23 @@ def whole_blocks() -> AbstractContextManager[Any]:
     return mock.patch.object(query_parts_schedule, "with_parts", lambda _problem, choice, _gpu: choice)
 
 
-def rows_bands() -> AbstractContextManager[Any]:
-    """In which each call has the bands of its row; others are raced by band_backwards.py."""
-    return mock.patch.object(bands_schedule, "in_bands", lambda _problem, choice, _gpu: choice)
+@contextmanager
+def rows_loops() -> Iterator[None]:
+    """In which each call has the bands and the order of products of its row; others are raced by band_backwards.py."""
+
+    def same(_problem: Problem, choice: Choice, _gpu: Gpu) -> Choice:
+        return choice
+
+    in_bands, in_step = (
+        mock.patch.object(bands_schedule, "in_bands", same),
+        mock.patch.object(few_blocks_schedule, "in_step", same),
+    )
+    with in_bands, in_step:
+        yield
 
 
 def chosen(problem: Problem, gpu: Gpu) -> Candidate:
-    with whole_blocks():
+    with whole_blocks(), rows_loops():
         _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
     late = {name: _late(one) for name, one in choices.items()}
     return {name: (one, group_parts_schedule.parts_of(problem, name, one, gpu)) for name, one in late.items()}

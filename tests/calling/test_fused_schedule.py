@@ -54,8 +54,8 @@ def whole_query_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def chosen(problem: Problem, gpu: Gpu = H200) -> Choice:
-    """In the bands of its row, as records have it."""
-    with backwards.rows_bands():
+    """In the bands and the order of its row, as records have it."""
+    with backwards.rows_loops():
         return choosing.choose_backward(choosing.Chooser(problem, gpu), False)[1]["bwd_fused"]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import variant_named
-from fa2tune.launching import passes
+from fa2tune.launching import launch, passes
 from fa2tune.launching.launch import Workspace, _values
 from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import Problem
@@ -34,6 +34,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(passes, "bind", bind)
     monkeypatch.setattr(passes, "chain", chain)
     monkeypatch.setattr(passes, "arch_of", lambda index: 80)
+    monkeypatch.setattr(launch, "sm_count", lambda index: 132)
     return found
 
 

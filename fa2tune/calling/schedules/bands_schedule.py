@@ -7,6 +7,7 @@ them. (docs/experiments/dense-backward.md)"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from fa2tune.calling.schedules import few_blocks_schedule, fused_schedule, group_parts_schedule
@@ -29,12 +30,13 @@ OVERFULL = 2.0
 SPREAD, FREE, MARGIN = 0.15, 0.25, 0.02
 
 
-def filled(problem: Problem, config: Config, gpu: Gpu, parts: int) -> float:
-    """L2s that rows of q, do and sums of dQ fill: those of a band's heads, or of all heads that programs run at once."""
-    ours = group_parts.split(problem, parts)
-    tiles = -(-ours.seqlen_k // few_blocks_schedule.TILE)
-    heads = min(ours.batch * ours.heads_kv, max(config["HEADS_PER_WAVE"], gpu.sm_count / tiles))
-    return heads * ours.group * ours.seqlen_q * fused_schedule.kept_bytes(problem, config) / gpu.l2_bytes
+def _filled(problem: Problem, config: Config, gpu: Gpu, parts: int) -> Callable[[int], float]:
+    """Heads of a band -> L2s that rows of q, do and sums of dQ fill: of its heads, or of all that programs run at once."""
+    heads, tiles = problem.batch * problem.heads_kv * parts, -(-problem.seqlen_k // few_blocks_schedule.TILE)
+    rows = problem.group // parts * problem.seqlen_q  # of a head
+    head = rows * fused_schedule.kept_bytes(problem, config) / gpu.l2_bytes
+    at_once = gpu.sm_count / tiles
+    return lambda band: min(heads, max(band, at_once)) * head
 
 
 def in_bands(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
@@ -47,14 +49,15 @@ def in_bands(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
     if choice.row is not None and all(getattr(choice.row, name) == getattr(problem, name) for name in WORKLOAD):
         return choice  # the row's were searched there
     parts = group_parts_schedule.parts_of(problem, ACCUMULATES_DQ, choice, gpu)
+    filled = _filled(problem, own, gpu, parts)
 
     def time(config: Config) -> float:
-        beyond = max(0.0, filled(problem, config, gpu, parts) - FREE)
+        beyond = max(0.0, filled(config["HEADS_PER_WAVE"]) - FREE)
         return fused_schedule.predicted_us(problem, config, gpu, parts) * (1 + SPREAD * beyond)
 
     heads = problem.batch * problem.heads_kv * parts
     row = min(own["HEADS_PER_WAVE"], heads)
-    overfull = problem.mask == FULL and filled(problem, own, gpu, parts) > OVERFULL
+    overfull = problem.mask == FULL and filled(own["HEADS_PER_WAVE"]) > OVERFULL
     now = fused_schedule.predicted_us(problem, own, gpu, parts)
     if not overfull and fused_schedule.predicted_us(problem, own, gpu, parts, exact=False) >= (1 - MARGIN) * now:
         return choice  # in other bands the mean of all programs takes about as long

@@ -9,8 +9,10 @@ the fused Hopper backward are those of ``fused_schedule``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from fa2tune.calling.schedules import ampere_turns, fused_schedule, packed_lengths, query_parts_schedule
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
@@ -125,16 +127,30 @@ def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) ->
         return 1
     choice = choice_of(kernel, given)
     choice = replace(choice, variant=in_any_order(choice.variant))
-    by_form = fused_schedule.times(choice.variant, problem)
-    if by_form:  # more parts help whatever the lengths are, the order of tiles only if they are as assumed
-        choice = replace(choice, config={**choice.config, "LONGER_FIRST": False})
+    if fused_schedule.times(choice.variant, problem):
+        return _parts_of_form(problem, tuple(choice.config.items()), gpu)
 
     def time(parts: int, exact: bool = True) -> float:
-        if by_form:
-            return fused_schedule.predicted_us(problem, choice.config, gpu, parts, exact)
         expected = predicted_us(problem, kernel, choice, gpu, parts, exact)
         return expected / in_turns(problem, choice.config, gpu, parts)[1] if choice.config.get("IN_ORDER") else expected
 
+    return _fastest(problem, counts, time, False)
+
+
+@lru_cache(maxsize=1024)  # several schedules ask for the parts of a form
+def _parts_of_form(problem: Problem, items: tuple[tuple[str, Any], ...], gpu: Gpu) -> int:
+    """Of the fused Hopper kernel, by its config's items."""
+    # more parts help whatever the lengths are, the order of tiles only if they are as assumed
+    config = {**dict(items), "LONGER_FIRST": False}
+
+    def time(parts: int, exact: bool = True) -> float:
+        return fused_schedule.predicted_us(problem, config, gpu, parts, exact)
+
+    return _fastest(problem, group_parts.counts(problem, gpu.arch), time, True)
+
+
+def _fastest(problem: Problem, counts: Sequence[int], time: Callable[..., float], by_form: bool) -> int:
+    """The number of parts by its microseconds, ``time(parts, exact)``."""
     # of most numbers a bound says that they are not the best: tiles are given out one by one for few
     bounds = {parts: time(parts, False) for parts in counts}
     times = {1: time(1)}
