@@ -25,7 +25,7 @@ import dense_backwards
 import side_by_side
 
 from fa2tune import gpus
-from fa2tune.calling.schedules import few_blocks_schedule
+from fa2tune.calling.schedules import few_blocks_schedule, fused_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts, launch, passes
@@ -38,7 +38,7 @@ FINISH = "sm90/bwd_finish"
 BANDS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def _one(problem: Problem, gpu: Gpu) -> tuple[Choice, int]:
+def in_row(problem: Problem, gpu: Gpu) -> tuple[Choice, int]:
     """The fused kernel in its row's bands and order, and parts."""
     with dense_backwards.rows_loops():
         found, _ = dense_backwards.served(problem, gpu)
@@ -47,7 +47,7 @@ def _one(problem: Problem, gpu: Gpu) -> tuple[Choice, int]:
 
 def band_candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]:
     """Heads of a band -> candidate, the row's first."""
-    one, parts = _one(problem, gpu)
+    one, parts = in_row(problem, gpu)
     own = one.config["HEADS_PER_WAVE"]
     heads = problem.batch * problem.heads_kv * parts
     bands = [own, *(band for band in BANDS if band != own and band < 2 * heads)]
@@ -56,7 +56,7 @@ def band_candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ord
 
 
 def order_candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]:
-    one, parts = _one(problem, gpu)
+    one, parts = in_row(problem, gpu)
     together = replace(one, config=few_blocks_schedule.form(one.config))
     return {name: ({KERNEL: (choice, parts)}, "") for name, choice in ((ROW, one), (TOGETHER, together))}
 
@@ -85,7 +85,7 @@ Wanted = Callable[[Problem, Choice, Gpu], bool]
 
 
 def _many_tiles(problem: Problem, choice: Choice, gpu: Gpu) -> bool:
-    tiles = problem.batch * problem.heads_kv * -(-problem.seqlen_k // few_blocks_schedule.TILE)
+    tiles = problem.batch * problem.heads_kv * -(-problem.seqlen_k // fused_schedule.TILE)
     return not choice.config["EARLY_START"] and choice.config["DYNAMIC"] and tiles > gpu.sm_count
 
 

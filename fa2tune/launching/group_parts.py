@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from fa2tune.compiling.compiler import KernelSequence
 from fa2tune.compiling.support import companion, companion_path
@@ -56,6 +57,7 @@ def _addressed(problem: Problem, parts: int) -> bool:
     return problem.wide or problem.heads_kv * parts * problem.seqlen_k * widest < 1 << 31
 
 
+@lru_cache(maxsize=1024)
 def counts(problem: Problem, arch: int) -> tuple[int, ...]:
     """Those of ``allowed`` that kernels are there for."""
     found = allowed(problem)

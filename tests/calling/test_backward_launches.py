@@ -4,9 +4,9 @@ products, and whether dQ is finished early."""
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from functools import cache
+from statistics import geometric_mean as mean
 
 import pytest
 from benchmark_scripts import BENCHMARKS, script
@@ -37,13 +37,9 @@ def chosen(problem: Problem, deterministic: bool = False) -> Choice:
     return choosing.choose_backward(choosing.Chooser(problem, H200), deterministic)[1]["bwd_fused"]
 
 
-def mean(ratios: list[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
-
-
 def band_of(problem: Problem, us: dict[str, float]) -> str:
     """The raced band that is chosen; of those that hold all heads the first."""
-    one = band_backwards._one(problem, H200)
+    one = band_backwards.in_row(problem, H200)
     choice = bands_schedule.in_bands(problem, one[0], H200)
     heads = problem.batch * problem.heads_kv * one[1]
     band = min(choice.config["HEADS_PER_WAVE"], heads)
@@ -78,7 +74,7 @@ def test_a_rows_own_workload_keeps_its_bands() -> None:
 
 def test_bands_are_no_matter_of_the_machine_code() -> None:
     for problem, *_ in raced("band_backwards")[::20]:
-        one = band_backwards._one(problem, H200)[0]
+        one = band_backwards.in_row(problem, H200)[0]
         other = {**one.config, "HEADS_PER_WAVE": 64}
         assert compiler.binary_config(one.variant, other) == compiler.binary_config(one.variant, one.config)
 
@@ -96,7 +92,7 @@ def test_the_order_of_few_blocks_is_the_faster_one() -> None:
     """FEW_BLOCKS was set by these calls."""
     gains = []
     for problem, _, us in raced("few_blocks_backwards"):
-        one = band_backwards._one(problem, H200)[0]
+        one = band_backwards.in_row(problem, H200)[0]
         if few_blocks_schedule.in_step(problem, one, H200) is not one:
             gains.append(us[band_backwards.TOGETHER] / us[band_backwards.ROW])
     assert len(gains) == 18 and max(gains) < 1.006 and mean(gains) < 0.97

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from fa2tune.calling.schedules import few_blocks_schedule, fused_schedule, group_parts_schedule
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
@@ -32,7 +32,7 @@ SPREAD, FREE, MARGIN = 0.15, 0.25, 0.02
 
 def _filled(problem: Problem, config: Config, gpu: Gpu, parts: int) -> Callable[[int], float]:
     """Heads of a band -> L2s that rows of q, do and sums of dQ fill: of its heads, or of all that programs run at once."""
-    heads, tiles = problem.batch * problem.heads_kv * parts, -(-problem.seqlen_k // few_blocks_schedule.TILE)
+    heads, tiles = problem.batch * problem.heads_kv * parts, -(-problem.seqlen_k // fused_schedule.TILE)
     rows = problem.group // parts * problem.seqlen_q  # of a head
     head = rows * fused_schedule.kept_bytes(problem, config) / gpu.l2_bytes
     at_once = gpu.sm_count / tiles
@@ -49,25 +49,25 @@ def in_bands(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
     if choice.row is not None and all(getattr(choice.row, name) == getattr(problem, name) for name in WORKLOAD):
         return choice  # the row's were searched there
     parts = group_parts_schedule.parts_of(problem, ACCUMULATES_DQ, choice, gpu)
-    filled = _filled(problem, own, gpu, parts)
-
-    def time(config: Config) -> float:
-        beyond = max(0.0, filled(config["HEADS_PER_WAVE"]) - FREE)
-        return fused_schedule.predicted_us(problem, config, gpu, parts) * (1 + SPREAD * beyond)
-
-    heads = problem.batch * problem.heads_kv * parts
-    row = min(own["HEADS_PER_WAVE"], heads)
-    overfull = problem.mask == FULL and filled(own["HEADS_PER_WAVE"]) > OVERFULL
+    filled, row = _filled(problem, own, gpu, parts), own["HEADS_PER_WAVE"]
     now = fused_schedule.predicted_us(problem, own, gpu, parts)
+    overfull = problem.mask == FULL and filled(row) > OVERFULL
     if not overfull and fused_schedule.predicted_us(problem, own, gpu, parts, exact=False) >= (1 - MARGIN) * now:
         return choice  # in other bands the mean of all programs takes about as long
+
+    def spread(us: float, band: int) -> float:
+        return us * (1 + SPREAD * max(0.0, filled(band) - FREE))
+
+    heads = problem.batch * problem.heads_kv * parts
     # those of all heads are alike
-    others = {min(band, heads): band for band in reversed(BANDS) if band > row or overfull}
-    others.pop(row, None)
-    best = min(({**own, "HEADS_PER_WAVE": band} for band in sorted(others.values())), key=time, default=own)
-    if time(best) >= (1 - MARGIN) * time(own):
+    others = {min(band, heads): band for band in reversed(BANDS) if band > min(row, heads) or overfull}
+    others.pop(min(row, heads), None)
+    made = {band: {**own, "HEADS_PER_WAVE": band} for band in sorted(others.values())}
+    times = {band: spread(fused_schedule.predicted_us(problem, made[band], gpu, parts), band) for band in made}
+    best = min(times, key=times.__getitem__, default=row)
+    if best == row or times[best] >= (1 - MARGIN) * spread(now, row):
         return choice
-    found = replace(choice, config=best, otherwise=choice.of_row.config)
+    found = replace(choice, config=made[best], otherwise=choice.of_row.config)
     # their estimate does not know what the L2 holds
     same = group_parts_schedule.parts_of(problem, ACCUMULATES_DQ, found, gpu) == parts
     return found if same else choice

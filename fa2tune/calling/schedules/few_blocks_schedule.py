@@ -15,7 +15,6 @@ from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem
 
-TILE = bwd_fused.GROUPS * bwd_fused.KEYS  #: keys
 #: (columns, BLOCK_M) -> blocks of a tile, on average, up to which the order "together" is faster, and whether with a mask, too.
 #: Set by 47 calls (docs/experiments/dense-backward.md).
 FEW_BLOCKS = {(128, 64): (12, True), (32, 128): (30, False)}
@@ -52,6 +51,8 @@ def in_step(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
         return choice
     most, config = found
     group = problem.group // group_parts_schedule.parts_of(problem, ACCUMULATES_DQ, choice, gpu)
-    met = fused_schedule.blocks_met(problem.seqlen_q, problem.seqlen_k, problem.mask, config["BLOCK_M"], TILE)
+    met = fused_schedule.blocks_met(
+        problem.seqlen_q, problem.seqlen_k, problem.mask, config["BLOCK_M"], fused_schedule.TILE
+    )
     few = group * sum(met) <= most * len(met)
     return replace(choice, config=config, otherwise=choice.of_row.config) if few else choice

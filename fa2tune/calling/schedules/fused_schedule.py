@@ -26,6 +26,7 @@ from fa2tune.spec.mask import CAUSAL, FULL, STACKED, Mask, heads_stacked
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import Variant
 
+TILE = bwd_fused.GROUPS * bwd_fused.KEYS  #: keys
 #: Of a block of queries with a tile of keys, and of a tile's start and end, by (columns, BLOCK_M). Of 32 columns: blocks by a
 #: race of long calls (benchmarks/calls/narrow_backward.json), ends as those of 64.
 BLOCK_US = {(32, 64): 0.98, (32, 128): 1.55, (64, 64): 1.17, (64, 128): 2.11, (128, 64): 1.95}
@@ -112,15 +113,14 @@ def blocks_met(seqlen_q: int, seqlen_k: int, mask: Mask, rows: int, keys: int) -
 @lru_cache(maxsize=4096)
 def _blocks(seqlen_q: int, seqlen_k: int, mask: Mask, rows: int) -> tuple[int, ...]:
     """Blocks of so many queries that each key tile of a head meets."""
-    keys = bwd_fused.GROUPS * bwd_fused.KEYS
     if recorded(mask):
-        return blocks_met(seqlen_q, seqlen_k, mask, rows, keys)
-    tiles, blocks, hidden = -(-seqlen_k // keys), -(-seqlen_q // rows), seqlen_q - seqlen_k
+        return blocks_met(seqlen_q, seqlen_k, mask, rows, TILE)
+    tiles, blocks, hidden = -(-seqlen_k // TILE), -(-seqlen_q // rows), seqlen_q - seqlen_k
     if mask.window is None:  # the mean of all, and half a tile at either end
-        return (min(blocks, -(-(mask.pairs(seqlen_q, seqlen_k) // max(1, seqlen_k) + keys) // rows)),) * tiles
+        return (min(blocks, -(-(mask.pairs(seqlen_q, seqlen_k) // max(1, seqlen_k) + TILE) // rows)),) * tiles
     left, right = (seqlen_k + seqlen_q if side is None else side for side in mask.window)
-    firsts = [max(0, nth * keys + hidden - right) // rows for nth in range(tiles)]
-    ends = [min(seqlen_q, (nth + 1) * keys + hidden + left) for nth in range(tiles)]
+    firsts = [max(0, nth * TILE + hidden - right) // rows for nth in range(tiles)]
+    ends = [min(seqlen_q, (nth + 1) * TILE + hidden + left) for nth in range(tiles)]
     return tuple([max(0, -(-end // rows) - first) for first, end in zip(firsts, ends, strict=True)])
 
 
@@ -217,11 +217,7 @@ class RowCosts(NamedTuple):
     finish_us: float
     prepare_overlapped_us: float  #: of one multiprocessor beside others
     finish_overlapped_us: float
-
-    @property
-    def kept(self) -> int:
-        """Bytes that stay in the L2 between two tiles that see it: q, do and sums of dQ."""
-        return SUM_BYTES * self.columns + self.loaded
+    kept: int  #: bytes that stay in the L2 between two tiles that see it: q, do and sums of dQ
 
 
 def _pieces(size: int) -> int:
@@ -240,7 +236,7 @@ def _row_costs(spec: Specialization, in_parts: bool, v_apart: bool, narrow: bool
     return RowCosts(
         columns, prepared, finished, loaded, prepared / PREPARE_RATE, finished / FINISH_RATE,
         OVERLAPPED_US[columns] * (zeros / LINE + 2 * lines) / (2 * zeros / LINE),
-        FINISH_OVERLAPPED_US[columns] * finished / (1.5 * zeros),
+        FINISH_OVERLAPPED_US[columns] * finished / (1.5 * zeros), zeros + loaded,
     )  # fmt: skip
 
 
@@ -261,10 +257,16 @@ def parts_us(problem: Problem, parts: int, gpu: Gpu, queries: bool = False) -> f
     return copied + LAUNCH_US + max(size / (rate * GATHER_RATE), -(-parts // GATHERED) * GATHER_WAITS_US)
 
 
+@lru_cache(maxsize=256)
+def _columns(spec: Specialization, narrow: bool) -> int:
+    """Of the tiles that BLOCK_US and TILE_US know."""
+    return bwd_fused.columns(spec, {"NARROW": narrow})
+
+
 def _tile_us(problem: Problem, group: int, form: FusedForm, parts: int = 1) -> tuple[float, ...]:
     """Of each tile of a key head, of one of so many parts of its query blocks."""
     spec = problem.specialization
-    columns = bwd_fused.columns(spec, {"NARROW": form.narrow})
+    columns = _columns(spec, form.narrow)
     block = BLOCK_US[columns, form.rows] * (1 + GROUP_COSTS * math.log2(min(group, MOST_HEADS)))
     if form.in_parts:
         saved = 1 - bwd_fused.computed(spec, form.v_apart) / columns
@@ -280,7 +282,7 @@ def _missed(tiles: int, group: int, heads: int, kept: int, band: int, gpu: Gpu) 
     to them. Under a causal mask a tile has 128 queries less of each head than the one before it, so from head to head programs
     that began together are further apart. Those of later rounds begin one after the other, which makes up for some heads."""
     programs = min(gpu.sm_count, tiles * heads)
-    near = min(1.0, gpu.l2_bytes / (programs * bwd_fused.GROUPS * bwd_fused.KEYS * kept * group))  # share of heads
+    near = min(1.0, gpu.l2_bytes / (programs * TILE * kept * group))  # share of heads
     first, made_up = programs / (tiles * heads), min(band, heads) * tiles / (2 * programs)
     return first * (1 - near) + (1 - first) * max(0.0, 1 - near - min(made_up, near))
 
@@ -288,8 +290,7 @@ def _missed(tiles: int, group: int, heads: int, kept: int, band: int, gpu: Gpu) 
 @lru_cache(maxsize=4096)
 def _fetched(problem: Problem, group: int, heads: int, row: RowCosts, form: FusedForm, gpu: Gpu) -> float:
     """Bytes that the main kernel moves to and from memory: q, do and the sums of dQ; 0: all rows stay in the L2."""
-    rows, sums = problem.batch * problem.heads_q * problem.seqlen_q, SUM_BYTES * row.columns
-    kept = row.kept
+    rows, kept = problem.batch * problem.heads_q * problem.seqlen_q, row.kept
     if rows * kept <= gpu.l2_bytes or problem.extent.ragged:  # of packed sequences no record has it
         return 0.0
     blocks = _blocks(problem.seqlen_q, problem.seqlen_k, problem.mask, form.rows)
@@ -297,13 +298,23 @@ def _fetched(problem: Problem, group: int, heads: int, row: RowCosts, form: Fuse
     apart = group * heads_stacked(problem.mask)  # from tile to tile there are 128 queries less of each of these heads
     missed = _missed(len(blocks), apart, heads, kept, form.heads_per_wave, gpu) if problem.mask != FULL else 0.0
     times = 1 + (seen - 1) * missed if seen > 1 else seen
-    return rows * times * (kept + sums)
+    return rows * times * (kept + SUM_BYTES * row.columns)
 
 
 def _with_memory(busy: float, moved: float, gpu: Gpu) -> float:
     """Microseconds of programs that take ``busy`` where nothing waits for memory, and move so many bytes."""
     waits = moved / (gpu.hbm_gbs * 1e3 * FETCH_RATE)
     return (busy**TOGETHER + waits**TOGETHER) ** (1 / TOGETHER)
+
+
+@lru_cache(maxsize=256)
+def _helpers(problem: Problem, parts: int, sm_count: int, finish: bool) -> tuple[int, int, int]:
+    """Of BESIDE, the same in all bands: the share of multiprocessors that prepare, over the second number; and with
+    FINISH_BESIDE how many have no tiles."""
+    if not finish:
+        return bwd_fused.ROWS_WORTH, max(1, round(problem.keys_seen)), 0
+    ours = group_parts.split(problem, parts)
+    return *bwd_fused.share_of_helpers(ours), bwd_fused.helpers(ours, {"FINISH_BESIDE": True}, sm_count)
 
 
 @lru_cache(maxsize=4096)
@@ -336,12 +347,8 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
         return fixed + LAUNCH_US + prepared + ended + rows * after - saved
     # every program prepares a share of what the main kernel begins with, and some go on with the rest
     # (sm90/bwd_prepare_overlapped.py)
-    if form.finish_overlapped:
-        ours = group_parts.split(problem, parts)
-        share, whole = bwd_fused.share_of_helpers(ours)
-        count = min(tiles, sm_count - bwd_fused.helpers(ours, {"FINISH_BESIDE": True}, sm_count))
-    else:
-        share, whole, count = bwd_fused.ROWS_WORTH, max(1, round(problem.keys_seen)), min(tiles, sm_count)
+    share, whole, helpers = _helpers(problem, parts, sm_count, form.finish_overlapped)
+    count = min(tiles, sm_count - helpers)
     workers = min(-(-sm_count * share // whole), sm_count)
     each = bwd_fused.CHUNK * row.prepare_overlapped_us
     bands = -(-sm_count // (len(costs) * form.heads_per_wave))
@@ -452,7 +459,7 @@ def of_dense(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
     if not others and (own["BESIDE"] or not EARLY_START):
         return choice
     (best, now), least = _early_if_short(problem, own, gpu), math.inf
-    in_parts = problem.batch * problem.heads_q * -(-problem.seqlen_k // (bwd_fused.GROUPS * bwd_fused.KEYS))
+    in_parts = problem.batch * problem.heads_q * -(-problem.seqlen_k // TILE)
     short = now <= SHORT_US and 2 * in_parts >= gpu.sm_count  # tiles, as far as groups can be split
     for other, margin in others:
         if short and other["BLOCK_M"] == own["BLOCK_M"]:

@@ -9,7 +9,7 @@ the fused Hopper backward are those of ``fused_schedule``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -122,9 +122,6 @@ def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) ->
         return query_parts_schedule.counted(problem, config, gpu)[1]
     if problem.is_empty or problem.group == 1 or kernel not in group_parts.MAKE_DK_DV:
         return 1
-    counts = group_parts.counts(problem, gpu.arch)
-    if len(counts) == 1:
-        return 1
     choice = choice_of(kernel, given)
     choice = replace(choice, variant=in_any_order(choice.variant))
     if fused_schedule.times(choice.variant, problem):
@@ -134,7 +131,7 @@ def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) ->
         expected = predicted_us(problem, kernel, choice, gpu, parts, exact)
         return expected / in_turns(problem, choice.config, gpu, parts)[1] if choice.config.get("IN_ORDER") else expected
 
-    return _fastest(problem, counts, time, False)
+    return _fastest(problem, gpu, time, False)
 
 
 @lru_cache(maxsize=1024)  # several schedules ask for the parts of a form
@@ -146,11 +143,14 @@ def _parts_of_form(problem: Problem, items: tuple[tuple[str, Any], ...], gpu: Gp
     def time(parts: int, exact: bool = True) -> float:
         return fused_schedule.predicted_us(problem, config, gpu, parts, exact)
 
-    return _fastest(problem, group_parts.counts(problem, gpu.arch), time, True)
+    return _fastest(problem, gpu, time, True)
 
 
-def _fastest(problem: Problem, counts: Sequence[int], time: Callable[..., float], by_form: bool) -> int:
+def _fastest(problem: Problem, gpu: Gpu, time: Callable[..., float], by_form: bool) -> int:
     """The number of parts by its microseconds, ``time(parts, exact)``."""
+    counts = group_parts.counts(problem, gpu.arch)
+    if len(counts) == 1:
+        return 1
     # of most numbers a bound says that they are not the best: tiles are given out one by one for few
     bounds = {parts: time(parts, False) for parts in counts}
     times = {1: time(1)}

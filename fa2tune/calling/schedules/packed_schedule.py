@@ -275,8 +275,7 @@ def alone(problem: Problem, config: Config, gpu: Gpu) -> bool:
         return True
     if problem.seqlen_q < SHORT * problem.extent.given or problem.extent.longest > LONGEST_ALIKE:
         return True
-    keys = bwd_fused.GROUPS * bwd_fused.KEYS
-    return problem.heads_kv * problem.seqlen_k < MANY_TILES * gpu.sm_count * keys
+    return problem.heads_kv * problem.seqlen_k < MANY_TILES * gpu.sm_count * fused_schedule.TILE
 
 
 def _in_use(problem: Problem, heads: int, parts: int) -> int:

@@ -70,5 +70,4 @@ def with_parts(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
 
 
 def _tiles(problem: Problem) -> int:
-    keys = bwd_fused.GROUPS * bwd_fused.KEYS
-    return problem.batch * problem.heads_kv * problem.extent.tiles(1, problem.seqlen_k, keys)
+    return problem.batch * problem.heads_kv * problem.extent.tiles(1, problem.seqlen_k, fused_schedule.TILE)
