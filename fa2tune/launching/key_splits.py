@@ -182,7 +182,8 @@ def bound(
     for variant, its_config, posed in todo:
         memory = form(variant, posed.specialization, its_config).passed
         names = tuple(name for name, tensor in memory.items() if tensor in places)
-        one = bind(variant, posed, its_config, strides, softmax_scale, names, device_index, workspaces, scalars)
+        own = {**scalars, **variant.scalars(posed, its_config, False)}
+        one = bind(variant, posed, its_config, strides, softmax_scale, names, device_index, workspaces, own)
         launches.append((one, [places[memory[name]] for name in names]))
     return chain(launches, device_index), block
 

@@ -3,6 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.lib.division import divide
+
 
 @gluon.jit
 def query_blocks(
@@ -24,9 +26,9 @@ def query_blocks(
 
 
 @gluon.jit
-def blocks_of_part(part, parts, first, full, end):
-    """(first, full, end) of one of so many parts of such blocks, which are not rotated."""
-    each = gl.cdiv(end - first, parts)
+def blocks_of_part(part, parts, by, first, full, end):
+    """(first, full, end) of one of so many parts of such blocks, which are not rotated. ``by``: as ``divide`` has it."""
+    each = divide(end - first + parts - 1, parts, by)
     begin = gl.minimum(first + part * each, end)
     stop = gl.minimum(begin + each, end)
     return begin, gl.minimum(gl.maximum(full, begin), stop), stop

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.lib.division import divide
 from fa2tune.kernels.lib.hopper import mbarrier, named_barrier_arrive_if, named_barrier_sync
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts, squares_of, tiles_in, used_of
 from fa2tune.kernels.lib.warps import WARP, WARPGROUP
@@ -16,8 +17,8 @@ from fa2tune.search_spaces.sm90 import fwd as space
 
 #: Query rows of a consumer group: those of one wgmma.
 ROWS = gl.constexpr(space.ROWS)
-#: K and V that may be in use at once: L2 has 50 MB, in two halves.
-L2_BYTES = gl.constexpr(32 * 2**20)
+#: K and V that may be in use at once.
+L2_BYTES = gl.constexpr(space.L2_BYTES)
 
 #: Of fwd_norms: how many maxima a head has, and the least that a squared norm counts as.
 PARTS, SMALLEST = gl.constexpr(fwd_norms.PARTS), gl.constexpr(fwd_norms.SMALLEST)
@@ -70,6 +71,17 @@ class Call(NamedTuple):
     heads_per_wave: gl.tensor
     window: tuple
     score: tuple  #: run-time numbers of the score term
+    by: tuple  #: Divisors
+
+
+class Divisors(NamedTuple):
+    """As kernels/lib/division.py has them; () where the kernel divides."""
+
+    band: tuple  #: tiles of a band's heads
+    width: tuple  #: heads of a band
+    rest: tuple  #: and of the last one, if that has fewer
+    heads: tuple  #: of a batch entry
+    group: tuple
 
 
 class Shared(NamedTuple):
@@ -135,10 +147,15 @@ def await_room(empty, entry, NUMBER: gl.constexpr, form):
 
 
 @gluon.jit
-def turns_of(tiles):
+def turns_of(tiles, by):
     """How many of the tiles this program takes: one of every round of as many tiles as there are programs."""
     programs = gl.num_programs(0)
-    rounds = tiles // programs
+    rounds = 1
+    if len(by.band) > 0:  # there are no more programs than tiles, and one round takes no division
+        if tiles > programs:
+            rounds = tiles // programs
+    else:
+        rounds = tiles // programs
     return rounds + (_lane(rounds) < tiles - rounds * programs).to(gl.int32)
 
 
@@ -149,19 +166,23 @@ def _lane(turn):
 
 
 @gluon.jit
-def tile_of(turn, tiles, heads, heads_per_wave, BLOCK_M: gl.constexpr, LONGEST_LAST: gl.constexpr):
+def tile_of(turn, tiles, heads, heads_per_wave, by, BLOCK_M: gl.constexpr, LONGEST_LAST: gl.constexpr):
     """(first row, head, counted over the batch) of this program's turn-th tile, of ``tiles`` a head; of a turn that never
     comes, any numbers. Bands of heads as in tile_and_head of lib/common.py; under a causal mask every other band has its
     shortest tiles first, the last one its longest, so that a round that spans two bands has tiles of one length."""
     index = turn * gl.num_programs(0) + _lane(turn)
-    band = index // (tiles * heads_per_wave)
+    band = divide(index, tiles * heads_per_wave, by.band)
     first = band * heads_per_wave
     width = gl.maximum(gl.minimum(heads - first, heads_per_wave), 1)  # the last band may be narrower
     inside = index - band * (tiles * heads_per_wave)
-    tile = inside // width
-    head = first + inside % width
+    if len(by.band) > 0:
+        tile = gl.where(width < heads_per_wave, divide(inside, width, by.rest), divide(inside, width, by.width))
+        head = first + inside - tile * width
+    else:
+        tile = inside // width
+        head = first + inside % width
     if LONGEST_LAST:
-        longest_first = (gl.cdiv(heads, heads_per_wave) - band) % 2 == 1
+        longest_first = (divide(heads + heads_per_wave - 1, heads_per_wave, by.width) - band) % 2 == 1
         tile = gl.where(longest_first, tiles - 1 - tile, tile)
     return tile * BLOCK_M, head
 
@@ -198,11 +219,11 @@ def produce(q, k, v, smem, barriers, call, form):
     tiles = gl.cdiv(seqlen_q, form.BLOCK_M)
     heads = call.batch * call.heads_q
     done = 0  # key blocks of earlier tiles
-    for turn in range(turns_of(tiles * heads)):
-        start_m, head = tile_of(turn, tiles, heads, call.heads_per_wave, form.BLOCK_M, form.LONGEST_LAST)
-        b = head // call.heads_q
+    for turn in range(turns_of(tiles * heads, call.by)):
+        start_m, head = tile_of(turn, tiles, heads, call.heads_per_wave, call.by, form.BLOCK_M, form.LONGEST_LAST)
+        b = divide(head, call.heads_q, call.by.heads)
         h = head - b * call.heads_q
-        h_kv = h // call.group
+        h_kv = divide(h, call.group, call.by.group)
         below = form.BLOCKS_BELOW(start_m + form.BLOCK_M, seqlen_q, seqlen_k, window, form.BLOCK_N)
         n_blocks = below - form.FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, form.BLOCK_N)
         load_q(q, b, h, start_m, turn, smem, barriers, 0, FIRST, form)

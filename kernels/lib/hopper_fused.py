@@ -98,6 +98,7 @@ class Call(NamedTuple):
     score: tuple
     qk_scale: gl.tensor
     softmax_scale: gl.tensor
+    by: tuple  #: Divisors
 
 
 class Shared(NamedTuple):
@@ -270,7 +271,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
                 start_n, queries, keys, call.window, form.BLOCK_M, BLOCK_N, form.QUERY_BLOCKS, form.LEFT_BOUNDED
             )
             if form.QUERY_PARTS:
-                first, _full, end = blocks_of_part(h_kv % call.group, call.group, first, _full, end)
+                first, _full, end = blocks_of_part(h_kv % call.group, call.group, (), first, _full, end)
             # coordinates of descriptors that end where the sequence ends; own_row: from those to rows of the terms
             b = first_q + queries
             k_entry = first_k + keys
@@ -288,10 +289,20 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
             entries = call.batch
         n_blocks = end - first
         total = gl.where(alive, query_heads(call, form) * n_blocks, 0)
+        first_head = first_query_head(h_kv, call, form)
+        member = 0  # of the query heads that read this key head
+        place = first
         for i in range(total):
             turn = base + i
-            h = first_query_head(h_kv, call, form) + i // n_blocks
-            row = block_at(first + i % n_blocks, first, end, rotation, form.LEFT_BOUNDED) * form.BLOCK_M + q_shift
+            if len(call.by.heads) > 0:
+                h = first_head + member
+                row = block_at(place, first, end, rotation, form.LEFT_BOUNDED) * form.BLOCK_M + q_shift
+                place += 1
+                member += gl.where(place == end, 1, 0)
+                place = gl.where(place == end, first, place)
+            else:
+                h = first_head + i // n_blocks
+                row = block_at(first + i % n_blocks, first, end, rotation, form.LEFT_BOUNDED) * form.BLOCK_M + q_shift
             stage = turn % form.STAGES
             if form.BESIDE:
                 if i % n_blocks == 0:

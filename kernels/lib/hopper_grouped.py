@@ -14,6 +14,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.lib.division import divide
 from fa2tune.kernels.lib.hopper import (
     PACKED_ROWS,
     fence_async_shared,
@@ -74,17 +75,28 @@ def rows_in(smem, slot):
     return found
 
 
+class GroupedDivisors(NamedTuple):
+    """``Divisors`` of tiles of several heads."""
+
+    band: tuple
+    width: tuple
+    rest: tuple
+    group: tuple
+    times: tuple  #: that a key head has MEMBERS query heads
+    heads: tuple  #: key heads of a batch entry
+
+
 @gluon.jit
 def tiles_of(call, MEMBERS: gl.constexpr, form):
     """(tiles of each MEMBERS query heads, how many times there are so many of them)."""
-    heads_kv = call.heads_q // call.group
+    heads_kv = divide(call.heads_q, call.group, call.by.group)
     return gl.cdiv(call.seqlen_q, form.BLOCK_M // MEMBERS), call.batch * heads_kv * gl.cdiv(call.group, MEMBERS)
 
 
 @gluon.jit
 def place_of(turn, tiles, heads, call, MEMBERS: gl.constexpr, form):
     """(first query, which members) of this program's turn-th tile, as ``tile_of`` has them."""
-    return tile_of(turn, tiles, heads, call.heads_per_wave, form.BLOCK_M // MEMBERS, form.LONGEST_LAST)
+    return tile_of(turn, tiles, heads, call.heads_per_wave, call.by, form.BLOCK_M // MEMBERS, form.LONGEST_LAST)
 
 
 @gluon.jit
@@ -92,9 +104,9 @@ def members_of(head, call, MEMBERS: gl.constexpr):
     """What ``place_of`` counts: the members of a key head follow each other, so that tiles that read the same keys run at the
     same time."""
     times = gl.cdiv(call.group, MEMBERS)
-    heads_kv = call.heads_q // call.group
-    key_head = head // times
-    b = key_head // heads_kv
+    heads_kv = divide(call.heads_q, call.group, call.by.group)
+    key_head = divide(head, times, call.by.times)
+    b = divide(key_head, heads_kv, call.by.heads)
     return Members(b, key_head - b * heads_kv, (head - key_head * times) * MEMBERS)
 
 
@@ -134,7 +146,7 @@ def produce_grouped(q, k, v, smem, barriers, call, MEMBERS: gl.constexpr, form):
     seqlen_q, seqlen_k, window = call.seqlen_q, call.seqlen_k, call.window
     tiles, heads = tiles_of(call, MEMBERS, form)
     done = 0  # key blocks of earlier tiles
-    for turn in range(turns_of(tiles * heads)):
+    for turn in range(turns_of(tiles * heads, call.by)):
         row, head = place_of(turn, tiles, heads, call, MEMBERS, form)
         members = members_of(head, call, MEMBERS)
         below = form.BLOCKS_BELOW(row + form.BLOCK_M // MEMBERS, seqlen_q, seqlen_k, window, form.BLOCK_N)

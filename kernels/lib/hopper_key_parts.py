@@ -10,6 +10,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.lib.division import divide
 from fa2tune.kernels.lib.hopper import mbarrier
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
@@ -23,6 +24,15 @@ from fa2tune.kernels.lib.hopper_forward import (
     signal_next_turn,
 )
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts
+
+
+class PartDivisors(NamedTuple):
+    """As kernels/lib/division.py has them; () where the kernel divides."""
+
+    tiles: tuple  #: of a head
+    group: tuple
+    parts: tuple  #: of a tile
+    heads: tuple  #: key heads of a batch entry
 
 
 class Sums(NamedTuple):
@@ -49,7 +59,14 @@ class Place(NamedTuple):
 def turns_of(call, parts, form):
     """How many parts this program takes: every n-th one of n programs."""
     count = gl.cdiv(call.seqlen_q, form.BLOCK_M) * call.batch * call.heads_q * parts
-    return gl.cdiv(count - gl.program_id(0), gl.num_programs(0))
+    programs = gl.num_programs(0)
+    turns = 1
+    if len(call.by.parts) > 0:  # there are no more programs than parts, and one turn takes no division
+        if count > programs:
+            turns = gl.cdiv(count - gl.program_id(0), programs)
+    else:
+        turns = gl.cdiv(count - gl.program_id(0), programs)
+    return turns
 
 
 @gluon.jit
@@ -57,11 +74,11 @@ def place_of(turn, call, parts, form):
     """Of this program's turn-th part. Those that read the same keys follow one another, and run at the same time."""
     tiles = gl.cdiv(call.seqlen_q, form.BLOCK_M)
     index = turn * gl.num_programs(0) + gl.program_id(0)
-    head = index // tiles
-    part = head // call.group
-    key_head = part // parts
-    heads_kv = call.heads_q // call.group
-    b = key_head // heads_kv
+    head = divide(index, tiles, call.by.tiles)
+    part = divide(head, call.group, call.by.group)
+    key_head = divide(part, parts, call.by.parts)
+    heads_kv = divide(call.heads_q, call.group, call.by.group)
+    b = divide(key_head, heads_kv, call.by.heads)
     return Place(
         0,
         (index - head * tiles) * form.BLOCK_M,
@@ -88,15 +105,15 @@ def blocks_of(place, call, parts, form):
     if form.RAGGED:
         below = gl.maximum(below, 1)
     blocks = below - form.FIRST_BLOCK(place.row, call.seqlen_q, call.seqlen_k, call.window, form.BLOCK_N)
-    return part_of_blocks(below, blocks, place.part, parts)
+    return part_of_blocks(below, blocks, place.part, parts, call.by.parts)
 
 
 @gluon.jit
-def part_of_blocks(below, blocks, part, parts):
+def part_of_blocks(below, blocks, part, parts, by):
     """(below, count, used) of a tile that sees so many blocks below ``below``: the part has the key blocks
     [below - count, below), one or more; not used: they are another's."""
-    begin = blocks * part // parts
-    count = blocks * (part + 1) // parts - begin
+    begin = divide(blocks * part, parts, by)
+    count = divide(blocks * (part + 1), parts, by) - begin
     return below - begin, gl.maximum(count, 1), count > 0
 
 
@@ -145,7 +162,7 @@ def store_sums(acc, peak, total, first, inside, place, sums, call, HEAD_DIM_V: g
     """A group's sums of P V, its parts of columns [ROWS, columns] each, maxima and sums of P [ROWS], of the queries from
     ``first`` on, counted over all sequences, of which ``inside`` are there. Row r of a key head is query r // group of its
     query head r % group."""
-    heads_kv = call.heads_q // call.group
+    heads_kv = divide(call.heads_q, call.group, call.by.group)
     all_rows = (call.batch * call.heads_q).to(gl.int64) * call.seqlen_q
     before = (place.b * heads_kv + place.h_kv).to(
         gl.int64

@@ -141,7 +141,7 @@ def _produce_packed(q, k, v, smem, barriers, queue, call, parts, form):
         h = head
         if parts is not None:
             h = head // parts
-            below, n_blocks, _used = part_of_blocks(below, n_blocks, head - h * parts, parts)
+            below, n_blocks, _used = part_of_blocks(below, n_blocks, head - h * parts, parts, call.by.parts)
         row_k = PACKED_ROWS - keys + (below - 1) * form.BLOCK_N
         load_q(q, end_q, h, row_q, turn, smem, barriers, 0, FIRST, form)
         taken_at = gl.maximum(n_blocks - AHEAD, 0)

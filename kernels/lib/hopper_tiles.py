@@ -5,6 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.lib.division import divide
 from fa2tune.kernels.lib.hopper import mbarrier
 from fa2tune.kernels.lib.hopper_blocks import blocks_of_part, query_blocks
 from fa2tune.kernels.lib.hopper_packed import received_work
@@ -33,12 +34,22 @@ class Tile(NamedTuple):
     sequence: gl.tensor  #: its number; of packed ones only where a score term wants it
 
 
+class Divisors(NamedTuple):
+    """As kernels/lib/division.py has them; () where the kernel divides."""
+
+    band: tuple  #: shares of a band's heads
+    width: tuple  #: heads of a band
+    rest: tuple  #: and of the last one, if that has fewer
+    heads: tuple  #: key heads of a batch entry; QUERY_PARTS: parts of all of them
+    group: tuple
+
+
 @gluon.jit
 def key_head(h_kv, call, form):
     """The key head of a tile, whose ``h_kv`` counts parts with QUERY_PARTS."""
     head = h_kv
     if form.QUERY_PARTS:
-        head = h_kv // call.group
+        head = divide(h_kv, call.group, call.by.group)
     return head
 
 
@@ -46,7 +57,7 @@ def key_head(h_kv, call, form):
 def first_query_head(h_kv, call, form):
     """Of those of a tile's key head."""
     if form.QUERY_PARTS:
-        return h_kv // call.group
+        return divide(h_kv, call.group, call.by.group)
     else:
         return h_kv * call.group
 
@@ -124,12 +135,17 @@ def work(lap, taken, call, form):
         lane = gl.where(lap % 2 == 0, lane, programs - 1 - lane)
     index = taken if form.DYNAMIC else lap // together * programs + lane
     heads = call.batch * call.heads_kv
-    band = index // (shares * call.heads_per_wave)
+    band = divide(index, shares * call.heads_per_wave, call.by.band)
     first_head = band * call.heads_per_wave
     width = gl.maximum(gl.minimum(heads - first_head, call.heads_per_wave), 1)  # the last band may be narrower
     inside = index - band * (shares * call.heads_per_wave)
-    head = first_head + inside % width
-    tile = inside // width
+    if len(call.by.band) > 0:
+        narrow = width < call.heads_per_wave
+        tile = gl.where(narrow, divide(inside, width, call.by.rest), divide(inside, width, call.by.width))
+        head = first_head + inside - tile * width
+    else:
+        head = first_head + inside % width
+        tile = inside // width
     alive = index < shares * heads
     if form.PAIRS:
         other = tiles - 1 - tile
@@ -142,8 +158,11 @@ def work(lap, taken, call, form):
         start_n, call.seqlen_q, call.seqlen_k, call.window, form.BLOCK_M, BLOCK_N, form.QUERY_BLOCKS, form.LEFT_BOUNDED
     )
     if form.QUERY_PARTS:
-        first, full, end = blocks_of_part(head % call.group, call.group, first, full, end)
-    return alive, head // call.heads_kv, head % call.heads_kv, start_n, first, full, end, rotation
+        part = head - divide(head, call.group, call.by.group) * call.group
+        first, full, end = blocks_of_part(part, call.group, call.by.group, first, full, end)
+    b = divide(head, call.heads_kv, call.by.heads)
+    h_kv = head - b * call.heads_kv if len(call.by.heads) > 0 else head % call.heads_kv
+    return alive, b, h_kv, start_n, first, full, end, rotation
 
 
 @gluon.jit
@@ -187,7 +206,7 @@ def next_tile(lap, taken, channel, call, WARPS: gl.constexpr, form):
             lap, channel, call.window, WARPS, form
         )
         if form.QUERY_PARTS:
-            first, full, end = blocks_of_part(h_kv % call.group, call.group, first, full, end)
+            first, full, end = blocks_of_part(h_kv % call.group, call.group, (), first, full, end)
         return Tile(alive, 0, h_kv, start_n, first, full, end, rotation, queries, keys, first_k, own_row, sequence)
     else:
         alive, b, h_kv, start_n, first, full, end, rotation = work(lap, taken, call, form)

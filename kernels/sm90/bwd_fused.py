@@ -6,6 +6,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.lib.division import divisor
 from fa2tune.kernels.lib.hopper import (
     PACKED_ROWS,
     await_kernel_before,
@@ -63,6 +64,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_tiles import (
+    Divisors,
     first_number,
     first_query_head,
     laps_behind,
@@ -73,9 +75,12 @@ from fa2tune.kernels.lib.hopper_tiles import (
     received_number,
 )
 from fa2tune.search_spaces.sm90 import bwd_fused as space
+from fa2tune.search_spaces.sm90 import bwd_prepare
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
 
+#: Parameters: the divisors of ``Divisors``.
+BY = ("by_band", "by_width", "by_rest", "by_heads", "by_group")
 #: Of the warps that load and add.
 WARP_REGISTERS = gl.constexpr(24)
 
@@ -289,6 +294,7 @@ def bwd_fused_hopper_kernel(
     q, k, v, do, terms, sums, words, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k,
     rows_padded, HEADS_PER_WAVE, counter, flags, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
     q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest, score_first, score_second,
+    key_heads, by_band, by_width, by_rest, by_heads, by_group,
     QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
     SCORED: gl.constexpr, APPLY: gl.constexpr, GRAD: gl.constexpr,
     RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, PART_D: gl.constexpr, REST_D: gl.constexpr,
@@ -309,19 +315,27 @@ def bwd_fused_hopper_kernel(
     Behind them, only if FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head
     (sm90/bwd_finish.py). EARLY_START: it may start once all programs of the kernel before have, and so may the kernel
     behind it; before a thread reads terms or the counter, or adds to the workspace, it waits for the end of the kernel
-    before. IN_ORDER: the key tiles of a head add to a block of dQ one after the other, the last keys first, so sums have the
-    same bits on every run. Behind counter[0] lies a turn for each 64 rows, [B, Hq, rows_padded / 64] int32: 0, then one more
-    than the number of the key tile that has added last. QUERY_PARTS: each key head has one query head, whose blocks are in
-    ``group`` parts; dk, dv [B, Hkv * group, Sk, D or DV] are those of each part, which are to be added up.
+    before. Of dense calls key_heads is then how many a batch entry has (QUERY_PARTS: parts of all of them), and by_band, ...,
+    by_group those of ``Divisors``.
+    IN_ORDER: the key tiles of a head add to a block of dQ one after the other, the last keys first, so sums have the same bits
+    on every run. Behind counter[0] lies a turn for each 64 rows, [B, Hq, rows_padded / 64] int32: 0, then one more than the
+    number of the key tile that has added last. QUERY_PARTS: each key head has one query head, whose blocks are in ``group``
+    parts; dk, dv [B, Hkv * group, Sk, D or DV] are those of each part, which are to be added up.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on;
     rows of terms and sums are those of kernels/lib/hopper_packed.py. Keys behind the last sequence: dk = dv = 0.
     LONGER_FIRST: behind counter[0] lies the order of a head's tiles, as kernels/lib/packed_order.py has it; a thread that takes
     tiles waits for the kernel before, which writes it."""
     dtype: gl.constexpr = q.dtype
-    heads_kv = heads_q // group
-    if QUERY_PARTS:
-        heads_kv = heads_q * group
+    DIVISORS: gl.constexpr = EARLY_START and not RAGGED
+    if DIVISORS:
+        heads_kv = key_heads
+        by = Divisors((by_band,), (by_width,), (by_rest,), (by_heads,), (by_group,))
+    else:
+        heads_kv = heads_q // group
+        if QUERY_PARTS:
+            heads_kv = heads_q * group
+        by = Divisors((), (), (), (), ())
     window = (window_left, window_right)
     CONCATENATED: gl.constexpr = TILE_ROWS == BLOCK_N
     PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
@@ -366,7 +380,7 @@ def bwd_fused_hopper_kernel(
     smem = Shared(q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem, out_v)
     call = Call(
         batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window,
-        (score_first, score_second), qk_scale, softmax_scale,
+        (score_first, score_second), qk_scale, softmax_scale, by,
     )  # fmt: skip
     offsets = (cu_seqlens_q, cu_seqlens_k)
     form: gl.constexpr = Form(
@@ -433,8 +447,24 @@ def _scalars(problem: Problem, config: Config, early: bool) -> dict[str, int]:
     return {
         "rows_padded": space.padded_rows(problem), "counts": _counts(problem, config), "rows_worth": part,
         "keys_seen": max(1, whole) if early else 1,  # beside nothing, all multiprocessors prepare
-        "heads_at_once": config["HEADS_PER_WAVE"],
+        "heads_at_once": config["HEADS_PER_WAVE"], **_divisors(problem, config),
     }  # fmt: skip
+
+
+def _divisors(problem: Problem, config: Config) -> dict[str, int]:
+    """Of this kernel and of the one before. QUERY_PARTS: the problem has a key head for each part of every query head."""
+    if not config.get("EARLY_START") or problem.extent.ragged:
+        return dict.fromkeys(("key_heads", *BY, *bwd_prepare.BY), 0)
+    tiles = triton.cdiv(problem.seqlen_k, space.GROUPS * space.KEYS)
+    shares, band = triton.cdiv(tiles, 2 if config["PAIRS"] else 1), config["HEADS_PER_WAVE"]
+    heads = problem.batch * problem.heads_kv
+    group = problem.heads_kv // problem.heads_q if config.get("QUERY_PARTS") else problem.group
+    numbers = shares * band, band, heads % band or 1, problem.heads_kv, group
+    blocks = space.padded_rows(problem) // bwd_prepare.ROWS, problem.heads_q
+    return {
+        "key_heads": problem.heads_kv,
+        **{name: divisor(one) for name, one in zip((*BY, *bwd_prepare.BY), (*numbers, *blocks), strict=True)},
+    }
 
 
 VARIANT = Variant(

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from fa2tune.kernels.lib.common import LOG2E, delta_of_rows, head_base, load_tile
+from fa2tune.kernels.lib.division import divided
 from fa2tune.kernels.lib.extent import place
 from fa2tune.kernels.lib.packed_order import write_longer_first
 from fa2tune.search_spaces.sm90 import bwd_fused as space
@@ -35,10 +36,23 @@ def _as_terms(x):
 
 
 @triton.jit
+def _clear(words, first, start_m, BLOCK_R: tl.constexpr, SUM_COLUMNS: tl.constexpr, USED_COLUMNS: tl.constexpr):
+    """Zeros in the workspace, of BLOCK_R rows from ``first`` on."""
+    zeros = tl.zeros([BLOCK_R * SUM_COLUMNS], tl.float32)
+    at = tl.arange(0, BLOCK_R * SUM_COLUMNS)
+    if USED_COLUMNS == SUM_COLUMNS:
+        tl.store(words + first * SUM_COLUMNS + at, zeros)
+    else:
+        used = start_m % 64 * SUM_COLUMNS + at < 64 * USED_COLUMNS
+        tl.store(words + first * SUM_COLUMNS + at, zeros, mask=used)
+
+
+@triton.jit
 def bwd_prepare_hopper_kernel(
     o, do, lse, dlse, terms, words, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
     stride_dlseb, stride_dlseh, stride_dlsem, batch, heads_q, seqlen_q, seqlen_k, rows_padded, has_dlse, counter, counts,
-    qk_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    qk_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k, by_blocks, by_query_heads,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     SEES: tl.constexpr, LEFT_BOUNDED: tl.constexpr, RIGHT_BOUNDED: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_R: tl.constexpr, SUM_COLUMNS: tl.constexpr, USED_COLUMNS: tl.constexpr, EARLY_START: tl.constexpr,
     IN_ORDER: tl.constexpr, LONGER_FIRST: tl.constexpr,
@@ -49,12 +63,21 @@ def bwd_prepare_hopper_kernel(
     rows_padded, SUM_COLUMNS] float32: zeros, but for the last words of each 64 rows, those of columns from USED_COLUMNS on;
     counter [counts] int32: 0; without IN_ORDER counts is 1 at most. rows_padded is a multiple of BLOCK_R, and 64 is.
     RAGGED: as sm90/bwd_fused.py has it. LONGER_FIRST: behind counter[0] the order of its tiles (``write_longer_first``).
-    EARLY_START: the next kernel may start once all programs of this one have, and itself waits for their end."""
+    EARLY_START: the next kernel may start once all programs of this one have, and itself waits for their end; of dense calls
+    by_blocks and by_query_heads are the divisors of a head's blocks and of heads_q."""
     if EARLY_START:
         tl.inline_asm_elementwise(_START_MAIN, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
     tiles = rows_padded // BLOCK_R
-    head = tl.program_id(0) // tiles
-    start_m = tl.program_id(0) % tiles * BLOCK_R
+    if EARLY_START and not RAGGED:
+        head = divided(tl.program_id(0), by_blocks)
+        start_m = (tl.program_id(0) - head * tiles) * BLOCK_R
+        b = divided(head, by_query_heads)
+        h = head - b * heads_q
+    else:
+        head = tl.program_id(0) // tiles
+        start_m = tl.program_id(0) % tiles * BLOCK_R
+        b = head // heads_q
+        h = head % heads_q
     if IN_ORDER:
         for one in range(tl.program_id(0), counts, tl.num_programs(0)):
             tl.store(counter + one, 0)
@@ -73,8 +96,6 @@ def bwd_prepare_hopper_kernel(
                 BLOCK_N,
                 RIGHT_BOUNDED,
             )
-    b = head // heads_q
-    h = head % heads_q
     padded = start_m
     if RAGGED:
         lse += head.to(tl.int64) * seqlen_q
@@ -91,18 +112,15 @@ def bwd_prepare_hopper_kernel(
     rows = start_m + tl.arange(0, BLOCK_R)
     inside = rows < seqlen_q
     first = head.to(tl.int64) * rows_padded + padded
-    zeros = tl.zeros([BLOCK_R * SUM_COLUMNS], tl.float32)
-    at = tl.arange(0, BLOCK_R * SUM_COLUMNS)
-    if USED_COLUMNS == SUM_COLUMNS:
-        tl.store(words + first * SUM_COLUMNS + at, zeros)
-    else:
-        used = start_m % 64 * SUM_COLUMNS + at < 64 * USED_COLUMNS
-        tl.store(words + first * SUM_COLUMNS + at, zeros, mask=used)
+    if not EARLY_START:
+        _clear(words, first, start_m, BLOCK_R, SUM_COLUMNS, USED_COLUMNS)
     o = head_base(o, b, h, stride_ob, stride_oh, "pointer")
     do = head_base(do, b, h, stride_dob, stride_doh, "pointer")
     dlse = head_base(dlse, b, h, stride_dlseb, stride_dlseh, "pointer")
     o_tile = load_tile(o, b, h, start_m, stride_om, seqlen_q, BLOCK_R, HEAD_DIM_V, BLOCK_DV, True, "pointer")  # [R, DV]
     do_tile = load_tile(do, b, h, start_m, stride_dom, seqlen_q, BLOCK_R, HEAD_DIM_V, BLOCK_DV, True, "pointer")
+    if EARLY_START:  # while the loads run, which take longer in a short call
+        _clear(words, first, start_m, BLOCK_R, SUM_COLUMNS, USED_COLUMNS)
     delta = delta_of_rows(
         o_tile, do_tile, dlse, rows, stride_dlsem, inside & (tl.zeros_like(rows) + has_dlse != 0)
     )  # [R]

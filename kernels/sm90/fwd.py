@@ -5,6 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.lib.division import divide, divisor
 from fa2tune.kernels.lib.hopper import PACKED_ROWS, fence_async_shared, mbarrier, tma_store_wait, warpgroup_mma_wait
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
@@ -12,6 +13,7 @@ from fa2tune.kernels.lib.hopper_forward import (
     V_EMPTY,
     Barriers,
     Call,
+    Divisors,
     Form,
     Shared,
     Work,
@@ -68,6 +70,10 @@ HEADROOM_FP16 = gl.constexpr(space.HEADROOM_FP16)
 LARGEST_BOUND = gl.constexpr(space.LARGEST_BOUND)
 
 
+#: Parameters: the divisors of ``Divisors``.
+BY = ("by_band", "by_width", "by_rest", "by_heads", "by_group")
+
+
 class Outputs(NamedTuple):
     """Global memory, but for what the producer loads."""
 
@@ -87,7 +93,17 @@ class Share(NamedTuple):
 
 @gluon.jit
 def _tile_of(turn, share, call, form):
-    return tile_of(turn, share.tiles, share.heads, call.heads_per_wave, form.BLOCK_M, form.LONGEST_LAST)
+    return tile_of(turn, share.tiles, share.heads, call.heads_per_wave, call.by, form.BLOCK_M, form.LONGEST_LAST)
+
+
+@gluon.jit
+def _entry_and_head(head, call):
+    """Of a head that is counted over the batch."""
+    b = divide(head, call.heads_q, call.by.heads)
+    if len(call.by.heads) > 0:
+        return b, head - b * call.heads_q
+    else:
+        return b, head % call.heads_q
 
 
 @gluon.jit
@@ -113,7 +129,7 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
         s = ahead
     if AT_FIRST:
         start_m, head = _tile_of(turn, share, call, form)
-        b, h = head // call.heads_q, head % call.heads_q
+        b, h = _entry_and_head(head, call)
     offset = share.offset
     if form.RAGGED:
         offset = seqlen_k - seqlen_q
@@ -158,7 +174,7 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
     if form.RAGGED:
         sequence, query_head = sequence_of(queue, turn, 4), head
     else:
-        sequence, query_head = head // call.heads_q, head % call.heads_q
+        sequence, query_head = _entry_and_head(head, call)
     seen = Seen(rows, offset, seqlen_k, window, below, done, call.score, sequence, query_head)
     s = with_term(s, (below - 1) * form.BLOCK_N, seen, form)
     s = form.HIDE(s, rows, (below - 1) * form.BLOCK_N, offset, seqlen_k, window, s_layout)
@@ -257,7 +273,7 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
         gl.store(out.lse + head.to(gl.int64) * seqlen_q + rows, word, mask=rows < seqlen_q)
         row = first
         if not AT_FIRST:
-            b, h = head // call.heads_q, head % call.heads_q
+            b, h = _entry_and_head(head, call)
     if form.O_THROUGH == "halves":
         store_in_halves(o, out.o, b, h, row, smem.o, CONSUMER)
     else:
@@ -281,7 +297,7 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
     tiles = gl.cdiv(seqlen_q, form.BLOCK_M)
     heads = call.batch * call.heads_q
     offset = seqlen_k - seqlen_q  # bottom-right: row i sees keys up to i + offset
-    turns = turns_of(tiles * heads)
+    turns = turns_of(tiles * heads, call.by)
     share = Share(tiles, heads, turns, offset)
     work = Work(share, out, smem, barriers, queue, qk_scale, call)
     done = 0  # key blocks of earlier tiles
@@ -325,7 +341,7 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
 @gluon.jit
 def fwd_hopper_kernel(
     q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, norms, window_left, window_right,
-    score_first, score_second, q_rest, k_rest, v_rest, o_rest, order, taken,
+    score_first, score_second, q_rest, k_rest, v_rest, o_rest, order, taken, by_band, by_width, by_rest, by_heads, by_group,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr,
     CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr, SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
@@ -333,6 +349,7 @@ def fwd_hopper_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, RESCALE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr,
     NUMBERED: gl.constexpr, O_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, USED_D: gl.constexpr,
+    DIVISORS: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -340,7 +357,8 @@ def fwd_hopper_kernel(
     REST_DV is not 0, q_rest, ..., o_rest. qk_scale is |softmax_scale| * log2(e), and not 0. Sk >= 1. Rows
     that see no key: o = 0, lse = -inf. Any number of programs: each takes every n-th tile. With one consumer group two or three
     programs share a multiprocessor (maxnreg), and one's start and end of a tile lie under the other's products.
-    HEADS_PER_WAVE 0: by heads_in_band. norms, only if RESCALE is "never": what fwd_norms_kernel makes of k.
+    HEADS_PER_WAVE 0: by heads_in_band. DIVISORS, of a dense call and another HEADS_PER_WAVE: by_band, ..., by_group are those
+    of ``Divisors``. norms, only if RESCALE is "never": what fwd_norms_kernel makes of k.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other. order: what packed_order_kernel makes of where
     they start. Programs take tiles from a queue, whose counter is word 1 of taken: 0 before and after. Rows behind the last
@@ -357,7 +375,7 @@ def fwd_hopper_kernel(
     k_smem = shared_for(k, STAGES, BLOCK_N, BLOCK_D, REST_D)
     v_smem = shared_for(v, STAGES, BLOCK_N, BLOCK_DV, REST_DV)
     heads_per_wave = HEADS_PER_WAVE
-    if not RAGGED and HEADS_PER_WAVE == 0:
+    if not RAGGED and not DIVISORS and HEADS_PER_WAVE == 0:
         heads_per_wave = heads_in_band(seqlen_k, COLUMNS, LONGEST_LAST)
     o_smem = first_parts(q_smem, o) if O_THROUGH == "q" else shared_for(o, GROUPS, ROWS, O_COLUMNS, REST_DV)
     q_ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], mbarrier.MBarrierLayout())
@@ -379,7 +397,10 @@ def fwd_hopper_kernel(
     out = Outputs(o, lse, norms)
     smem = Shared(q_smem, k_smem, v_smem, o_smem)
     barriers = Barriers(q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
-    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, (score_first, score_second))
+    by = Divisors((), (), (), (), ())
+    if DIVISORS:
+        by = Divisors((by_band,), (by_width,), (by_rest,), (by_heads,), (by_group,))
+    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, (score_first, score_second), by)
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=Q_STAGES, PINGPONG=PINGPONG,
         RESCALE=RESCALE, Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS,
@@ -420,6 +441,23 @@ def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
     return min(tiles, sm_count * space.PROGRAMS[config["maxnreg"]])
 
 
+def _heads_in_band(problem: Problem, config: Config) -> int:
+    """Of HEADS_PER_WAVE 0, as the kernel has it."""
+    hooks = problem.mask.hooks
+    if hooks.left or not hooks.right:
+        return 1
+    return space.band_within_l2(problem.seqlen_k, sum(space.columns(problem.specialization, config)))
+
+
+def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
+    if not config.get("DIVISORS"):
+        return dict.fromkeys(BY, 0)
+    tiles, heads = problem.query_tiles(config["BLOCK_M"]) // problem.batch, problem.batch * problem.heads_q
+    band = config["HEADS_PER_WAVE"] or _heads_in_band(problem, config)
+    numbers = tiles * band, band, heads % band or 1, problem.heads_q, problem.group
+    return {"HEADS_PER_WAVE": band, **{name: divisor(one) for name, one in zip(BY, numbers, strict=True)}}
+
+
 def _workspaces(problem: Problem, config: Config) -> Workspaces:
     found: dict[str, tuple[tuple[int, ...], str] | str] = {}
     if config["RESCALE"] == "never":
@@ -443,6 +481,7 @@ VARIANT = Variant(
     grid=_grid,
     constants=lambda spec, config: {
         "NEGATE": spec.negate,
+        "DIVISORS": config.get("DIVISORS", False),
         **space.blocks(spec, config),
         "USED_D": used_columns(spec),
         "O_COLUMNS": space.o_columns(spec, config),
@@ -457,6 +496,7 @@ VARIANT = Variant(
     early=lambda problem, _config, _sm_count: problem.extent.ragged,
     surrounded=lambda config, _name: config["RESCALE"] == "never",
     workspaces=_workspaces,
+    scalars=_scalars,
     fitted=space.fitted,
     suited=space.suited,
 )  # fmt: skip

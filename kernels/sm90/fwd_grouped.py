@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import LOWEST
+from fa2tune.kernels.lib.division import divisor
 from fa2tune.kernels.lib.hopper import PACKED_ROWS, fence_async_shared, mbarrier, tma_store_wait, warpgroup_mma_wait
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
@@ -21,7 +22,6 @@ from fa2tune.kernels.lib.hopper_forward import (
     Shared,
     Work,
     await_turn,
-    heads_in_band,
     of_carried,
     pairs_suit,
     quotients,
@@ -33,6 +33,7 @@ from fa2tune.kernels.lib.hopper_forward import (
     turns_of,
 )
 from fa2tune.kernels.lib.hopper_grouped import (
+    GroupedDivisors,
     members_of,
     packed_members,
     place_of,
@@ -59,7 +60,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_members, received_tile, sequence_of
-from fa2tune.search_spaces.lib.hopper import narrow_blocks, used_by, used_columns
+from fa2tune.search_spaces.lib.hopper import narrow_blocks, narrow_columns, used_by, used_columns
 from fa2tune.search_spaces.portable.packed_order import order_and_counter
 from fa2tune.search_spaces.sm90 import fwd, fwd_grouped
 from fa2tune.spec.problem import Config, Problem
@@ -67,6 +68,10 @@ from fa2tune.spec.variant import Variant, Workspaces
 
 PRODUCER_REGISTERS = gl.constexpr(fwd.PRODUCER_REGISTERS)
 LN2 = gl.constexpr(0.6931471805599453)
+
+
+#: Parameters: the divisors of ``GroupedDivisors``.
+BY = ("by_band", "by_width", "by_rest", "by_group", "by_times", "by_heads")
 
 
 class Outputs(NamedTuple):
@@ -207,7 +212,7 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
             turn += 1
     else:
         start, head = place_of(0, tiles, heads, call, MEMBERS, form)
-        for turn in range(turns_of(tiles * heads)):
+        for turn in range(turns_of(tiles * heads, call.by)):
             done, start, head, _end_q, _seqlen_q, _seqlen_k = _one_tile(
                 turn, done, start, head, 0, call.seqlen_q, call.seqlen_k, work, CONSUMER, MEMBERS, form
             )
@@ -220,6 +225,7 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
 def fwd_hopper_grouped_kernel(
     q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, window_left, window_right,
     score_first, score_second, q_rest, k_rest, v_rest, o_rest, order, taken, q_units, q_group_units, o_units, o_group_units,
+    band, by_band, by_width, by_rest, by_group, by_times, by_heads,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
@@ -232,7 +238,8 @@ def fwd_hopper_grouped_kernel(
 
     q, o: descriptors of blocks [1, 1, 64 / MEMBERS, MEMBERS, columns] of [B, Hkv, Sq, group, columns]; k, v, the rest of each,
     qk_scale and Sk as kernels/sm90/fwd.py has them. Rows that see no key: o = 0, lse = -inf. Any number of programs: each takes
-    every n-th tile.
+    every n-th tile. band: heads, of MEMBERS query heads each, that are given out together; by_band, ..., by_heads: those of
+    ``GroupedDivisors``. RAGGED has neither.
 
     RAGGED: as kernels/sm90/fwd.py has it, order of tiles of BLOCK_M / MEMBERS queries. q_units, o_units: of 16 bytes, from a
     row of q and o to the next; q_group_units, o_group_units: from the query heads of a key head to the next ones."""
@@ -256,10 +263,13 @@ def fwd_hopper_grouped_kernel(
     q_steps = (q_units, q_group_units)
     smem = Shared(q_smem, k_smem, v_smem, o_smem)
     barriers = Barriers(q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
-    band = heads_in_band(seqlen_k, COLUMNS, LONGEST_LAST)
+    if RAGGED:
+        by = GroupedDivisors((), (), (), (), (), ())
+    else:
+        by = GroupedDivisors((by_band,), (by_width,), (by_rest,), (by_group,), (by_times,), (by_heads,))
     call = Call(
-        batch, heads_q, group, seqlen_q, seqlen_k, band, (window_left, window_right), (score_first, score_second)
-    )
+        batch, heads_q, group, seqlen_q, seqlen_k, band, (window_left, window_right), (score_first, score_second), by
+    )  # fmt: skip
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=1, PINGPONG=PINGPONG,
         RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS, USED_D=USED_D,
@@ -279,6 +289,18 @@ def fwd_hopper_grouped_kernel(
             (_consume, (out, smem, barriers, queue, qk_scale, call, 1, MEMBERS, form)),
             (produce_members, (q, k, v, smem, barriers, queue, q_steps, call, MEMBERS, form)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
+    if problem.extent.ragged:
+        return dict.fromkeys(("band", *BY), 0)
+    heads, hooks, band = problem.batch * fwd_grouped.query_heads(problem, config), problem.mask.hooks, 1
+    if hooks.right and not hooks.left:
+        band = fwd.band_within_l2(problem.seqlen_k, sum(narrow_columns(problem.specialization)))
+    tiles = problem.query_tiles(config["BLOCK_M"] // config["MEMBERS"]) // problem.batch
+    times = -(-problem.group // config["MEMBERS"])
+    numbers = tiles * band, band, heads % band or 1, problem.group, times, problem.heads_kv
+    return {"band": band, **{name: divisor(one) for name, one in zip(BY, numbers, strict=True)}}
 
 
 def _workspaces(problem: Problem, config: Config) -> Workspaces:
@@ -314,4 +336,5 @@ VARIANT = Variant(
     passes_on=lambda spec, config: {"BLOCK_Q": config["BLOCK_M"] // config["MEMBERS"], "EARLY": True} if spec.ragged else {},
     early=lambda problem, _config, _sm_count: problem.extent.ragged,
     workspaces=_workspaces,
+    scalars=_scalars,
 )  # fmt: skip

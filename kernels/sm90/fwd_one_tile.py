@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import LOWEST
+from fa2tune.kernels.lib.division import divide, divisor
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
     mbarrier,
@@ -34,6 +35,7 @@ from fa2tune.kernels.lib.hopper_parts import (
 )
 from fa2tune.search_spaces.lib.hopper import narrow_blocks, o_fits_q, used_by, used_columns
 from fa2tune.search_spaces.sm90 import fwd_one_tile as space
+from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -42,7 +44,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 @gluon.jit
 def fwd_hopper_one_tile_kernel(
     q, k, v, o, lse, qk_scale, heads_q, group, seqlen_q, seqlen_k, window_left, window_right,
-    score_first, score_second, q_rest, k_rest, v_rest, o_rest,
+    score_first, score_second, q_rest, k_rest, v_rest, o_rest, by_tiles, by_heads, by_group,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     HIDE: gl.constexpr, SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
     NEGATE: gl.constexpr, APPLY: gl.constexpr, BLOCK_M: gl.constexpr, KEYS: gl.constexpr, USED_D: gl.constexpr,
@@ -52,7 +54,7 @@ def fwd_hopper_one_tile_kernel(
     1 <= Sk <= KEYS.
 
     q, k, v, o, the rest of each and qk_scale as kernels/sm90/fwd.py has them. Rows that see no key: o = 0, lse = -inf. One
-    program a tile."""
+    program a tile. by_tiles, by_heads, by_group: divisors of a head's tiles, a batch entry's heads and a group."""
     dtype: gl.constexpr = q.dtype
     s_layout: gl.constexpr = product_layout(KEYS, BLOCK_M)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(BLOCK_DV, BLOCK_M), 2)
@@ -68,15 +70,16 @@ def fwd_hopper_one_tile_kernel(
     mbarrier.init(ready.index(1), count=1)
     fence_async_shared()
     tiles = gl.cdiv(seqlen_q, BLOCK_M)
-    head = gl.program_id(0) // tiles  # of all batch entries
+    head = divide(gl.program_id(0), tiles, (by_tiles,))  # of all batch entries
     first = (gl.program_id(0) - head * tiles) * BLOCK_M
-    b = head // heads_q
+    b = divide(head, heads_q, (by_heads,))
     h = head - b * heads_q
+    h_kv = divide(h, group, (by_group,))
     expect_both(q, k, ready.index(0))
-    load_parts(k, b, h // group, 0, ready.index(0), k_smem, 0)
+    load_parts(k, b, h_kv, 0, ready.index(0), k_smem, 0)
     load_parts(q, b, h, first, ready.index(0), q_smem, 0)
     expect_parts(v, ready.index(1))
-    load_parts(v, b, h // group, 0, ready.index(1), v_smem, 0)
+    load_parts(v, b, h_kv, 0, ready.index(1), v_smem, 0)
 
     rows = first + gl.arange(0, BLOCK_M, layout=row_s)
     window, offset = (window_left, window_right), seqlen_k - seqlen_q
@@ -109,6 +112,11 @@ def fwd_hopper_one_tile_kernel(
     tma_store_wait(0)
 
 
+def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
+    tiles = problem.query_tiles(config["BLOCK_M"]) // problem.batch
+    return {"by_tiles": divisor(tiles), "by_heads": divisor(problem.heads_q), "by_group": divisor(problem.group)}
+
+
 VARIANT = Variant(
     role="fwd_one_tile",
     kernel=fwd_hopper_one_tile_kernel,
@@ -124,6 +132,7 @@ VARIANT = Variant(
         "NEGATE": spec.negate, **narrow_blocks(spec), "USED_D": used_columns(spec), "THROUGH_Q": o_fits_q(narrow_blocks(spec)),
     },
     used=lambda spec, _config: used_by(spec, narrow_blocks(spec), ("DV",)),
+    scalars=_scalars,
     min_arch=90,
     max_arch=90,
 )  # fmt: skip

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import LOWEST
+from fa2tune.kernels.lib.division import divisor
 from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
@@ -27,6 +28,7 @@ from fa2tune.kernels.lib.hopper_forward import (
     to_carry,
 )
 from fa2tune.kernels.lib.hopper_key_parts import (
+    PartDivisors,
     Sums,
     blocks_of,
     packed_place,
@@ -55,6 +57,8 @@ from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
 
 PRODUCER_REGISTERS = gl.constexpr(fwd.PRODUCER_REGISTERS)
+#: Parameters: the divisors of ``PartDivisors``.
+BY = ("by_tiles", "by_group", "by_parts", "by_heads")
 _START_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
@@ -189,7 +193,7 @@ def _consume(sums, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr
         head, start, end_q, rows, _end_k, keys = received_tile(queue, 0, 4)
         while head >= 0:
             place = packed_place(head, start, end_q, rows, sequence_of(queue, turn, 4), call, sums.parts)
-            own = Call(1, call.heads_q, call.group, rows, keys, 0, call.window, call.score)
+            own = Call(1, call.heads_q, call.group, rows, keys, 0, call.window, call.score, call.by)
             done = _one_part(turn, done, place, own, sums, smem, barriers, qk_scale, call, CONSUMER, HEAD_DIM_V, form)
             turn += 1
             head, start, end_q, rows, _end_k, keys = received_tile(queue, turn, 4)
@@ -213,7 +217,7 @@ def _slots(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def fwd_hopper_split_kernel(
     q, k, v, o_parts, stats, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, SPLITS, window_left, window_right,
-    score_first, score_second, q_rest, k_rest, v_rest, order, taken,
+    score_first, score_second, q_rest, k_rest, v_rest, order, taken, by_tiles, by_group, by_parts, by_heads,
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
@@ -227,8 +231,8 @@ def fwd_hopper_split_kernel(
 
     q, k, v: descriptors as kernels/sm90/fwd.py has them, and qk_scale, Sk and the number of programs, too. A part in which a
     row sees no key has the sum 0 and the lowest maximum there is, so that it counts for nothing. EARLY: the next kernel may
-    start when all programs of this one have. RAGGED: batch, lengths and order as kernels/sm90/fwd.py has them; parts are those
-    of one batch entry that holds all rows."""
+    start when all programs of this one have. by_tiles, ..., by_heads: of a dense call, those of ``PartDivisors``.
+    RAGGED: batch, lengths and order as kernels/sm90/fwd.py has them; parts are those of one batch entry that holds all rows."""
     if EARLY:
         gl.inline_asm_elementwise(_START_NEXT, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
     GROUPS: gl.constexpr = BLOCK_M // ROWS
@@ -246,9 +250,13 @@ def fwd_hopper_split_kernel(
     sums = Sums(o_parts, stats, SPLITS)
     smem = Shared(q_smem, k_smem, v_smem, ())
     barriers = Barriers(q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
+    by = PartDivisors((by_tiles,), (by_group,), (by_parts,), (by_heads,))
     if RAGGED:
         batch = 1
-    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, 0, (window_left, window_right), (score_first, score_second))
+        by = PartDivisors((), (), (), ())
+    call = Call(
+        batch, heads_q, group, seqlen_q, seqlen_k, 0, (window_left, window_right), (score_first, score_second), by
+    )  # fmt: skip
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=1, PINGPONG=PINGPONG,
         RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH="own", NUMBERED=NUMBERED, USED_D=USED_D,
@@ -273,6 +281,14 @@ def fwd_hopper_split_kernel(
 
 def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
     return min(fwd_split.programs(problem, config), sm_count * fwd_split.HELD[config["BLOCK_M"]][0])
+
+
+def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
+    if problem.extent.ragged:
+        return dict.fromkeys(BY, 0)
+    tiles = problem.query_tiles(config["BLOCK_M"]) // problem.batch
+    numbers = tiles, problem.group, config["SPLITS"], problem.heads_kv
+    return {name: divisor(one) for name, one in zip(BY, numbers, strict=True)}
 
 
 def _workspaces(problem: Problem, config: Config) -> Workspaces:
@@ -300,4 +316,5 @@ VARIANT = Variant(
     passes_on=lambda spec, config: {"BLOCK_Q": config["BLOCK_M"], "EARLY": True} if spec.ragged else {},
     early=lambda problem, _config, _sm_count: problem.extent.ragged,
     workspaces=_workspaces,
+    scalars=_scalars,
 )  # fmt: skip

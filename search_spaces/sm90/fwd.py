@@ -30,6 +30,8 @@ LOOSEST_FP16, HEADROOM_FP16 = 17.0, 15.0
 #: And where it is no larger than this: float32 has it, and the scores, within 0.3, in whatever order they are summed. From 1 on
 #: fp16's P may overflow.
 LARGEST_BOUND = 2.0**18
+#: Bytes of K and V that may be in use at once: L2 has 50 MB, in two halves.
+L2_BYTES = 32 << 20
 #: "never" reads all keys once more, at 3 TB/s 100 / n of what n query rows a key head take at 600 TFLOP/s, to gain up to 13 %.
 LEAST_QUERIES = 1024
 
@@ -258,6 +260,13 @@ def _stages_used(config: Config, spec: Specialization) -> bool:
     return config["STAGES"] >= 3 or _shared_bytes(config, spec, config["STAGES"] + 1, o) > _shared_limit(config)
 
 
+def band_within_l2(seqlen_k: int, columns: int) -> int:
+    """HEADS_PER_WAVE 0 where the longest tiles are last: the power of two of heads, up to 64, whose K and V the L2 holds.
+    ``columns``: of K and V together, 2 bytes each."""
+    held = L2_BYTES // (2 * columns) // max(1, seqlen_k)
+    return 1 << max(0, min(64, held).bit_length() - 1)
+
+
 SPACE = SearchSpace(
     name="fwd_hopper",
     dimensions={
@@ -276,6 +285,9 @@ SPACE = SearchSpace(
         # that of V, too. V's second part takes as many instructions more as its first
         "IN_PARTS": added("none", "qk", "both", older="none"),
         "HEADS_PER_WAVE": (0, 4, 22, 64),  # 0: as many as suit the length; 22: a sixth of an H200's multiprocessors
+        # divisors as kernels/lib/division.py has them, where the kernel divides otherwise; not searched: short calls have them
+        # (fa2tune/calling/schedules/forward_schedule.py)
+        "DIVISORS": added(False, older=False),
         "maxnreg": (0, 80, 128),  # registers a thread at launch; 128: two programs share a multiprocessor, 80: three
         "num_warps": (4,),
     },

@@ -247,7 +247,7 @@ def band(problem: Problem, config: Config, gpu: Gpu, us: float) -> int:
     if not _of_one_length(problem):
         return 0
     columns, wide, longer = config["BLOCK_N"], few_tiles.columns(problem, config), keys % count
-    heads = tile_order.heads_in_band(mean * (longer or count), wide)
+    heads = fwd.band_within_l2(mean * (longer or count), wide)
     block = ITEMSIZE[problem.dtype] * wide * columns  # bytes
     if min(heads, problem.heads_kv) * (count - longer) * -(-mean // columns) * block <= gpu.l2_bytes:
         return 0
@@ -255,7 +255,7 @@ def band(problem: Problem, config: Config, gpu: Gpu, us: float) -> int:
     moved = ITEMSIZE[problem.dtype] * wide * problem.heads_q * problem.seqlen_q  # Q and O
     if us >= (1 - MARGIN) * (loaded + moved) / (gpu.hbm_gbs * 1e3 * MEMORY_RATE):
         return 0
-    return problem.group * tile_order.heads_in_band(keys, wide)
+    return problem.group * fwd.band_within_l2(keys, wide)
 
 
 # ---- the backward

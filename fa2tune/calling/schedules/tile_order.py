@@ -10,27 +10,18 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, columns
+from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, band_within_l2, columns
 from fa2tune.spec import visits
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
 
-#: Heads a band: HEADS_PER_WAVE, a launch argument. 0: by what L2 holds, see ``_band``.
+#: Heads a band: HEADS_PER_WAVE, a launch argument. 0: by what L2 holds, see ``band_within_l2``.
 TILE_ORDERS = (0, 1, 4, 22, 64)
-#: Bytes of K and V that ``heads_in_band`` in kernels/lib/hopper_forward.py lets a band have.
-L2_BYTES = 32 << 20
 #: Programs that one multiprocessor can hold at once -> the share of their joint rate that one alone, two and so on reach: one
 #: leaves the tensor cores idle while it exponentiates. Fitted with the constants of ``few_tiles``.
 RATES = {1: (1.0,), 2: (0.71, 1.0), 3: (0.65, 0.93, 1.0)}
 #: Tiles played through at most; of more heads than that a part stands for the whole.
 MOST_TILES = 8192
-
-
-def heads_in_band(seqlen_k: int, columns: int) -> int:
-    """As kernels/lib/hopper_forward.py has it where the longest tiles are last: the power of two, up to 64, whose K and V L2
-    holds. ``columns``: of K and V together, 2 bytes each."""
-    held = L2_BYTES // (2 * columns) // max(1, seqlen_k)
-    return 1 << max(0, min(64, held).bit_length() - 1)
 
 
 @lru_cache(maxsize=4096)
@@ -105,7 +96,7 @@ def busiest(problem: Problem, config: Config, sm_count: int, start: float) -> fl
     heads, band = problem.batch * problem.heads_q, 1
     if visits.longest_last(problem.mask):
         wide = columns_of_parts(problem.specialization, SPACE.completed(config)["IN_PARTS"])
-        band = min(heads, config["HEADS_PER_WAVE"] or heads_in_band(problem.seqlen_k, wide))
+        band = min(heads, config["HEADS_PER_WAVE"] or band_within_l2(problem.seqlen_k, wide))
     return _busiest(
         heads, problem.seqlen_q, problem.seqlen_k, problem.mask, config["BLOCK_M"], config["BLOCK_N"], band, sm_count,
         PROGRAMS[config["maxnreg"]], start,
