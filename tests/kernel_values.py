@@ -167,7 +167,9 @@ class Int:
 
 
 _OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "xor", "lt", "le", "gt", "ge", "eq", "ne")},
+    **{name: getattr(operator, name) for name in (
+        "add", "sub", "mul", "xor", "lshift", "rshift", "lt", "le", "gt", "ge", "eq", "ne",
+    )},
     "and": operator.and_, "or": operator.or_, "floordiv": quotient, "mod": lambda a, b: a - quotient(a, b) * b,
 }  # fmt: skip
 for _name, _how in _OPERATORS.items():

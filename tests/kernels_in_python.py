@@ -253,6 +253,11 @@ def _elementwise(how: Callable[..., Any], of_numbers: Callable[..., Any]) -> Cal
     return call
 
 
+def _high_word(a: Any, b: Any) -> Any:
+    """Of the product of two numbers of 32 bits without a sign."""
+    return (a & 0xFFFFFFFF) * (b & 0xFFFFFFFF) >> 32
+
+
 def _ceiling(a: Any, b: Any) -> Any:
     return quotient(a + b - 1, b)
 
@@ -419,7 +424,7 @@ _FLOATING: Mapping[str, Callable[..., Any]] = {
 _LANGUAGE = SimpleNamespace(
     constexpr=lambda x: x, arange=_arange, range=_range, static_range=range, static_assert=lambda *_: None, cast=_cast,
     minimum=_elementwise(np.fmin, min), maximum=_elementwise(np.fmax, max), where=_where,
-    cdiv=_elementwise(_ceiling, _ceiling), sum=_reduced(np.sum), max=_reduced(np.max), min=_reduced(np.min),
+    cdiv=_elementwise(_ceiling, _ceiling), umulhi=_elementwise(_high_word, _high_word), sum=_reduced(np.sum), max=_reduced(np.max), min=_reduced(np.min),
     convert_layout=lambda x, *_, **__: x, multiple_of=lambda x, _: x, max_contiguous=lambda x, _: x,
     load=load_words, store=store_words, atomic_add=_atomic_add, inline_asm_elementwise=_assembly,
     program_id=lambda _: Int(_HERE.program.number), num_programs=lambda _: Int(_HERE.program.programs),

@@ -353,9 +353,10 @@ class Chooser:
             model = window_schedule if window_schedule.covers(problem) else forward_schedule
             row, config = model.best(problem, served, able, self.gpu.sm_count)
             few = forward_schedule.is_for_few_tiles(problem, config, row)
-            return Choice(
-                variant, config, rows[id(row)].given, answer, few, variant.suited(problem, row.config) if few else None
-            )
+            if model is forward_schedule:
+                config = forward_schedule.with_divisors(problem, row, config, self.gpu.sm_count)
+            own = variant.suited(problem, row.config) if few or config.get("DIVISORS") else None
+            return Choice(variant, config, rows[id(row)].given, answer, few, own)
         found = rows[id(forward_schedule.of_like_work(problem, served, able))]
         assert found.variant is not None
         choice = Choice(found.variant, found.variant.suited(problem, found.row.config), found.given, answer)
@@ -403,7 +404,7 @@ def choose_backward(chooser: Chooser, deterministic: bool, in_order: bool = True
         return FUSED, {ordered.KERNEL: found}
     strategy, kinds = chooser.strategy(deterministic)
     choices = {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[strategy]}
-    return strategy, split_backward_schedule.with_early_start(chooser.problem, choices, chooser.gpu)
+    return strategy, split_backward_schedule.in_short_form(chooser.problem, choices, chooser.gpu)
 
 
 def strategy_of(

@@ -5,10 +5,31 @@ that loads does four to seven of them one after the other before it asks for any
 A divisor is one 64-bit argument whose name begins with ``by_``: 32 bits of a multiplier, and above them a shift. () stands for
 one that the host has not sent: the kernel divides."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+#: Parameters: those of ``Divisors``.
+BY = ("by_band", "by_width", "by_rest", "by_heads", "by_group")
+
+
+class Divisors(NamedTuple):
+    """Of a kernel that gives out tiles in bands of heads; () where the kernel divides."""
+
+    band: tuple  #: tiles of a band
+    width: tuple  #: heads of a band
+    rest: tuple  #: and of the last one, if that has fewer
+    heads: tuple  #: of a batch entry
+    group: tuple  #: query heads of a key head
+
+
+def of_bands(tiles: int, band: int, batch: int, heads: int, group: int) -> dict[str, int]:
+    """The arguments BY: of ``tiles`` a head, given out in bands of so many of batch * heads."""
+    numbers = tiles * band, band, batch * heads % band or 1, heads, group
+    return {name: divisor(one) for name, one in zip(BY, numbers, strict=True)}
 
 
 def divisor(number: int) -> int:
@@ -23,16 +44,27 @@ def divisor(number: int) -> int:
 def divide(dividend, number, by):
     """dividend // number, of a dividend that is not negative. ``by``: the number's divisor, or ()."""
     if len(by) > 0:
-        multiplier = by[0].to(gl.int32)
+        multiplier = (by[0] << 32 >> 32).to(gl.int32)
         found = gl.umulhi(dividend, multiplier) >> (by[0] >> 32).to(gl.int32)
         return gl.where(multiplier == 0, dividend, found)
     else:
         return dividend // number
 
 
+@gluon.jit
+def banded(index, tiles, heads, heads_per_wave, by):
+    """(tile, head) of a place in the order of bands, by ``Divisors`` that are there; a place behind the last one has any."""
+    band = divide(index, tiles * heads_per_wave, by.band)
+    first = band * heads_per_wave
+    width = gl.maximum(gl.minimum(heads - first, heads_per_wave), 1)  # the last band may be narrower
+    inside = index - band * (tiles * heads_per_wave)
+    tile = gl.where(width < heads_per_wave, divide(inside, width, by.rest), divide(inside, width, by.width))
+    return tile, first + inside - tile * width
+
+
 @triton.jit
 def divided(dividend, by):
     """The same, of a divisor that is there."""
-    multiplier = by.to(tl.int32)
+    multiplier = (by << 32 >> 32).to(tl.int32)
     found = tl.umulhi(dividend, multiplier) >> (by >> 32).to(tl.int32)
     return tl.where(multiplier == 0, dividend, found)

@@ -41,6 +41,7 @@ class Form(NamedTuple):
     HIDE_QUERIES: gl.constexpr
     LEFT_BOUNDED: gl.constexpr
     EARLY_START: gl.constexpr
+    DIVISORS: gl.constexpr
     num_warps: gl.constexpr  #: of a group
     SCORED: gl.constexpr  #: there is a score term
     APPLY: gl.constexpr
@@ -113,9 +114,18 @@ def produce(q, k, v, do, smem, barriers, tile, form):
     h_kv = tile.h_kv
     b_k, start_n = of_keys(tile.b, tile.start_n, tile)
     n_blocks = tile.end - tile.first
+    member = 0  # of the query heads that read this key head
+    place = tile.first
     for turn in range(tile.group * n_blocks):
-        h = h_kv * tile.group + turn // n_blocks
-        b_q, row = of_queries(tile.b, block_of(tile.first + turn % n_blocks, tile, form) * form.BLOCK_M, tile)
+        if form.DIVISORS:
+            h = h_kv * tile.group + member
+            b_q, row = of_queries(tile.b, block_of(place, tile, form) * form.BLOCK_M, tile)
+            place += 1
+            member += gl.where(place == tile.end, 1, 0)
+            place = gl.where(place == tile.end, tile.first, place)
+        else:
+            h = h_kv * tile.group + turn // n_blocks
+            b_q, row = of_queries(tile.b, block_of(tile.first + turn % n_blocks, tile, form) * form.BLOCK_M, tile)
         stage = turn % form.STAGES
         phase = (turn // form.STAGES) & 1
         if turn == 0:

@@ -74,16 +74,6 @@ class Call(NamedTuple):
     by: tuple  #: Divisors
 
 
-class Divisors(NamedTuple):
-    """As kernels/lib/division.py has them; () where the kernel divides."""
-
-    band: tuple  #: tiles of a band's heads
-    width: tuple  #: heads of a band
-    rest: tuple  #: and of the last one, if that has fewer
-    heads: tuple  #: of a batch entry
-    group: tuple
-
-
 class Shared(NamedTuple):
     """Shared memory, of each the parts: [slots, 1, 1, rows, columns]."""
 

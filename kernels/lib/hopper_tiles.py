@@ -5,7 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.division import divide
+from fa2tune.kernels.lib.division import banded, divide
 from fa2tune.kernels.lib.hopper import mbarrier
 from fa2tune.kernels.lib.hopper_blocks import blocks_of_part, query_blocks
 from fa2tune.kernels.lib.hopper_packed import received_work
@@ -32,16 +32,6 @@ class Tile(NamedTuple):
     first_k: gl.tensor  #: row of k where the sequence starts
     own_row: gl.tensor  #: and of the workspaces
     sequence: gl.tensor  #: its number; of packed ones only where a score term wants it
-
-
-class Divisors(NamedTuple):
-    """As kernels/lib/division.py has them; () where the kernel divides."""
-
-    band: tuple  #: shares of a band's heads
-    width: tuple  #: heads of a band
-    rest: tuple  #: and of the last one, if that has fewer
-    heads: tuple  #: key heads of a batch entry; QUERY_PARTS: parts of all of them
-    group: tuple
 
 
 @gluon.jit
@@ -135,15 +125,13 @@ def work(lap, taken, call, form):
         lane = gl.where(lap % 2 == 0, lane, programs - 1 - lane)
     index = taken if form.DYNAMIC else lap // together * programs + lane
     heads = call.batch * call.heads_kv
-    band = divide(index, shares * call.heads_per_wave, call.by.band)
-    first_head = band * call.heads_per_wave
-    width = gl.maximum(gl.minimum(heads - first_head, call.heads_per_wave), 1)  # the last band may be narrower
-    inside = index - band * (shares * call.heads_per_wave)
     if len(call.by.band) > 0:
-        narrow = width < call.heads_per_wave
-        tile = gl.where(narrow, divide(inside, width, call.by.rest), divide(inside, width, call.by.width))
-        head = first_head + inside - tile * width
+        tile, head = banded(index, shares, heads, call.heads_per_wave, call.by)
     else:
+        band = index // (shares * call.heads_per_wave)
+        first_head = band * call.heads_per_wave
+        width = gl.maximum(gl.minimum(heads - first_head, call.heads_per_wave), 1)  # the last band may be narrower
+        inside = index - band * (shares * call.heads_per_wave)
         head = first_head + inside % width
         tile = inside // width
     alive = index < shares * heads

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import tile_and_head
+from fa2tune.kernels.lib.division import BY, Divisors, banded, divide, of_bands
 from fa2tune.kernels.lib.extent import packed_tiles
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
@@ -47,6 +48,7 @@ from fa2tune.kernels.lib.hopper_parts import (
 from fa2tune.kernels.lib.hopper_split import key_tile, of_keys, rows_of_head
 from fa2tune.search_spaces.lib.hopper import part_dims, used_by
 from fa2tune.search_spaces.sm90 import bwd_dkdv as space
+from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
 
 #: Keys of a group that owns keys: the rows of one wgmma.
@@ -216,29 +218,37 @@ def _consume_keys(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, fo
 def bwd_dkdv_hopper_kernel(
     q, k, v, do, lse, delta, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
     window_left, window_right, score_first, score_second, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest,
-    cu_seqlens_q, cu_seqlens_k,
+    cu_seqlens_q, cu_seqlens_k, key_heads, by_band, by_width, by_rest, by_heads, by_group,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
     SCORED: gl.constexpr, APPLY: gl.constexpr, GRAD: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr, OWN: gl.constexpr,
-    ROWS_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, EARLY_START: gl.constexpr, num_warps: gl.constexpr,
+    ROWS_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, EARLY_START: gl.constexpr, DIVISORS: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D / DV], k, v [B, Hkv, Sk, D / DV] by descriptors, lse and delta [B, Hq, Sq] float32 -> dk, dv. Columns
     behind BLOCK_D or BLOCK_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dv_rest.
-    EARLY_START: it may start once all programs of the kernel before have, which makes delta.
+    EARLY_START: it may start once all programs of the kernel before have, which makes delta. DIVISORS, of a dense call:
+    key_heads is how many a batch entry has, and by_band, ..., by_heads are those of ``Divisors``.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on.
     Keys without queries and those behind the last sequence: dk = dv = 0."""
     dtype: gl.constexpr = q.dtype
-    heads_kv = heads_q // group
+    heads_kv = key_heads if DIVISORS else heads_q // group
     # causal: the first tiles are the longest
     if RAGGED:
         tiles, heads = packed_tiles(seqlen_k, batch, BLOCK_N), heads_kv
     else:
         tiles, heads = gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv
-    number, head = tile_and_head(tiles, heads, HEADS_PER_WAVE, False)
-    b = head // heads_kv
-    h_kv = head % heads_kv
+    if DIVISORS:
+        by = Divisors((by_band,), (by_width,), (by_rest,), (by_heads,), (by_group,))
+        number, head = banded(gl.program_id(0), tiles, heads, HEADS_PER_WAVE, by)
+        b = divide(head, heads_kv, by.heads)
+        h_kv = head - b * heads_kv
+    else:
+        number, head = tile_and_head(tiles, heads, HEADS_PER_WAVE, False)
+        b = head // heads_kv
+        h_kv = head % heads_kv
     start_n = number * BLOCK_N
     packed = ()
     if RAGGED:
@@ -294,7 +304,7 @@ def bwd_dkdv_hopper_kernel(
     call = Call(seqlen_q, seqlen_k, window, (score_first, score_second), qk_scale, softmax_scale)
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, ROWS_N=ROWS_N, TILES=TILES, STAGES=STAGES, P_STAGES=P_STAGES,
-        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, EARLY_START=EARLY_START, num_warps=num_warps,
+        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, EARLY_START=EARLY_START, DIVISORS=DIVISORS, num_warps=num_warps,
         SCORED=SCORED, APPLY=APPLY, GRAD=GRAD,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
@@ -310,6 +320,14 @@ def bwd_dkdv_hopper_kernel(
             (_consume_dk, (memory, smem, barriers, tile, call, form)),
             (produce, (q, k, v, do, smem, barriers, tile, form)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
+    if not config.get("DIVISORS"):
+        return dict.fromkeys(("key_heads", *BY), 0)
+    tiles = problem.key_tiles(config["BLOCK_N"]) // problem.batch
+    found = of_bands(tiles, config["HEADS_PER_WAVE"], problem.batch, problem.heads_kv, problem.group)
+    return {"key_heads": problem.heads_kv, **found}
 
 
 VARIANT = Variant(
@@ -331,10 +349,12 @@ VARIANT = Variant(
         **part_dims(spec, config),
         "ROWS_N": space.KEYS if config["OWN"] == "keys" else config["BLOCK_N"],
         "CONSUMER_REGISTERS": space.REGISTERS,
+        "DIVISORS": config.get("DIVISORS", False),
     },
     used=lambda spec, config: used_by(spec, part_dims(spec, config), ("D", "DV"), ("D", "DV")),
     min_arch=90,
     max_arch=90,
     early=lambda _problem, config, _sm_count: bool(config.get("EARLY_START")),
+    scalars=_scalars,
     fitted=space.fitted,
 )  # fmt: skip

@@ -180,8 +180,8 @@ def bwd_dkdv_ds_hopper_kernel(
     call = Call(seqlen_q, seqlen_k, window, (score_first, score_second), qk_scale, softmax_scale)
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, ROWS_N=BLOCK_N, TILES=1, STAGES=STAGES, P_STAGES=P_STAGES,
-        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, EARLY_START=False, num_warps=num_warps, SCORED=SCORED,
-        APPLY=APPLY, GRAD=GRAD,
+        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, EARLY_START=False, DIVISORS=False, num_warps=num_warps,
+        SCORED=SCORED, APPLY=APPLY, GRAD=GRAD,
     )  # fmt: skip
     gl.warp_specialize([
         (_consume_dv, (memory, smem, barriers, tile, call, form)),

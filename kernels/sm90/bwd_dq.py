@@ -5,6 +5,7 @@ the other half reads."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.lib.division import BY, Divisors, banded, divide, of_bands
 from fa2tune.kernels.lib.extent import packed_tiles
 from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, tma_store_wait
 from fa2tune.kernels.lib.hopper_dq import (
@@ -125,19 +126,20 @@ def bwd_dq_hopper_kernel(
     q, k, v, o, do, dlse, lse, delta, dq, qk_scale, softmax_scale,
     stride_ob, stride_oh, stride_om, stride_dlseb, stride_dlseh, stride_dlsem,
     batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, HEADS_PER_WAVE, window_left, window_right,
-    score_first, score_second, q_rest, k_rest, v_rest, do_rest, dq_rest, order,
+    score_first, score_second, q_rest, k_rest, v_rest, do_rest, dq_rest, order, by_band, by_width, by_rest, by_heads, by_group,
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     LAST_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
     SCORED: gl.constexpr, APPLY: gl.constexpr, GRAD: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, EARLY_START: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, EARLY_START: gl.constexpr, DIVISORS: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, o by pointer; lse as the forward leaves it -> dq
     [B, Hq, Sq, D] by a descriptor, delta [B, Hq, Sq] float32. Sk >= 1. dlse is read only if has_dlse. Columns behind BLOCK_D or
     BLOCK_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dq_rest. Where
     every row sees all keys up to one, LAST_KEY of the mask, or to the end, that key is compared with, as rows were measured;
     other masks are asked by their other hooks. EARLY_START: the next kernel may start once all programs of this one have.
+    DIVISORS, of a dense call: by_band, ..., by_group are those of ``Divisors``.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other. order: what packed_order_kernel makes of where
     they start. Rows without keys and those behind the last sequence: dq = 0; their delta is not read."""
@@ -150,9 +152,18 @@ def bwd_dq_hopper_kernel(
         tiles, heads = packed_tiles(seqlen_q, batch, BLOCK_M), heads_q
     else:
         tiles, heads = gl.cdiv(seqlen_q, BLOCK_M), batch * heads_q
-    number, head = _tile(tiles, heads, HEADS_PER_WAVE, LAST_FIRST)
-    b = head // heads_q
-    h = head % heads_q
+    if DIVISORS:
+        by = Divisors((by_band,), (by_width,), (by_rest,), (by_heads,), (by_group,))
+        number, head = banded(gl.program_id(0), tiles, heads, HEADS_PER_WAVE, by)
+        if LAST_FIRST:
+            number = tiles - 1 - number
+        b = divide(head, heads_q, by.heads)
+        h = head - b * heads_q
+        h_kv = divide(h, group, by.group)
+    else:
+        number, head = _tile(tiles, heads, HEADS_PER_WAVE, LAST_FIRST)
+        b = head // heads_q
+        h = head % heads_q
     start_m = number * BLOCK_M
     packed = ()
     if RAGGED:  # in their order; the numbers that no tile has are the last ones
@@ -198,7 +209,9 @@ def bwd_dq_hopper_kernel(
     memory = Memory(dq, o, dlse, lse, delta)
     smem = Shared(q_smem, k_smem, v_smem, do_smem)
     barriers = Barriers(q_ready, k_ready, k_empty, v_ready, v_empty)
-    tile = Tile(b, h, heads_q, h // group, start_m, below, n_all, packed)
+    if not DIVISORS:  # here, as rows were measured
+        h_kv = h // group
+    tile = Tile(b, h, heads_q, h_kv, start_m, below, n_all, packed)
     score = (score_first, score_second)
     call = Call(stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k, window, score, qk_scale, softmax_scale)
     form: gl.constexpr = Form(
@@ -231,6 +244,13 @@ def _workspaces(problem: Problem, config: Config) -> Workspaces:
     return {"order": (packed_order.order_shape(problem, space.rows(config)), "i32")} if problem.extent.ragged else {}
 
 
+def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
+    if not config.get("DIVISORS"):
+        return dict.fromkeys(BY, 0)
+    tiles = problem.query_tiles(space.rows(config)) // problem.batch
+    return of_bands(tiles, config["HEADS_PER_WAVE"], problem.batch, problem.heads_q, problem.group)
+
+
 def _passes_on(spec: Specialization, config: Config) -> dict[str, int]:
     return {"BLOCK_Q": space.rows(config), "IN_TURNS": packed_order.DQ_IN_TURNS} if spec.ragged else {}
 
@@ -250,6 +270,7 @@ VARIANT = Variant(
     constants=lambda spec, config: {
         **part_dims(spec, config),
         "CONSUMER_REGISTERS": space.REGISTERS[config["GROUPS"]],
+        "DIVISORS": config.get("DIVISORS", False),
     },
     used=lambda spec, config: used_by(spec, part_dims(spec, config), ("D",), ("D", "DV")),
     min_arch=90,
@@ -257,5 +278,6 @@ VARIANT = Variant(
     packed_before=("portable/packed_order",),
     passes_on=_passes_on,
     workspaces=_workspaces,
+    scalars=_scalars,
     fitted=space.fitted,
 )  # fmt: skip

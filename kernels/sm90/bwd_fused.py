@@ -6,7 +6,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.division import divisor
+from fa2tune.kernels.lib.division import BY, Divisors, divisor, of_bands
 from fa2tune.kernels.lib.hopper import (
     PACKED_ROWS,
     await_kernel_before,
@@ -64,7 +64,6 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_tiles import (
-    Divisors,
     first_number,
     first_query_head,
     laps_behind,
@@ -79,8 +78,6 @@ from fa2tune.search_spaces.sm90 import bwd_prepare
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
 
-#: Parameters: the divisors of ``Divisors``.
-BY = ("by_band", "by_width", "by_rest", "by_heads", "by_group")
 #: Of the warps that load and add.
 WARP_REGISTERS = gl.constexpr(24)
 
@@ -456,14 +453,13 @@ def _divisors(problem: Problem, config: Config) -> dict[str, int]:
     if not config.get("EARLY_START") or problem.extent.ragged:
         return dict.fromkeys(("key_heads", *BY, *bwd_prepare.BY), 0)
     tiles = triton.cdiv(problem.seqlen_k, space.GROUPS * space.KEYS)
-    shares, band = triton.cdiv(tiles, 2 if config["PAIRS"] else 1), config["HEADS_PER_WAVE"]
-    heads = problem.batch * problem.heads_kv
+    shares = triton.cdiv(tiles, 2 if config["PAIRS"] else 1)
     group = problem.heads_kv // problem.heads_q if config.get("QUERY_PARTS") else problem.group
-    numbers = shares * band, band, heads % band or 1, problem.heads_kv, group
-    blocks = space.padded_rows(problem) // bwd_prepare.ROWS, problem.heads_q
+    blocks = space.padded_rows(problem) // bwd_prepare.ROWS
     return {
         "key_heads": problem.heads_kv,
-        **{name: divisor(one) for name, one in zip((*BY, *bwd_prepare.BY), (*numbers, *blocks), strict=True)},
+        **of_bands(shares, config["HEADS_PER_WAVE"], problem.batch, problem.heads_kv, group),
+        **dict(zip(bwd_prepare.BY, (divisor(blocks), divisor(problem.heads_q)), strict=True)),
     }
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.division import divide, divisor
+from fa2tune.kernels.lib.division import BY, Divisors, divide, of_bands
 from fa2tune.kernels.lib.hopper import PACKED_ROWS, fence_async_shared, mbarrier, tma_store_wait, warpgroup_mma_wait
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
@@ -13,7 +13,6 @@ from fa2tune.kernels.lib.hopper_forward import (
     V_EMPTY,
     Barriers,
     Call,
-    Divisors,
     Form,
     Shared,
     Work,
@@ -68,10 +67,6 @@ LOOSEST_FP16 = gl.constexpr(space.LOOSEST_FP16)
 HEADROOM_FP16 = gl.constexpr(space.HEADROOM_FP16)
 #: Rounding moves larger ones, and scores, by more than P has room for.
 LARGEST_BOUND = gl.constexpr(space.LARGEST_BOUND)
-
-
-#: Parameters: the divisors of ``Divisors``.
-BY = ("by_band", "by_width", "by_rest", "by_heads", "by_group")
 
 
 class Outputs(NamedTuple):
@@ -452,10 +447,9 @@ def _heads_in_band(problem: Problem, config: Config) -> int:
 def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
     if not config.get("DIVISORS"):
         return dict.fromkeys(BY, 0)
-    tiles, heads = problem.query_tiles(config["BLOCK_M"]) // problem.batch, problem.batch * problem.heads_q
+    tiles = problem.query_tiles(config["BLOCK_M"]) // problem.batch
     band = config["HEADS_PER_WAVE"] or _heads_in_band(problem, config)
-    numbers = tiles * band, band, heads % band or 1, problem.heads_q, problem.group
-    return {"HEADS_PER_WAVE": band, **{name: divisor(one) for name, one in zip(BY, numbers, strict=True)}}
+    return {"HEADS_PER_WAVE": band, **of_bands(tiles, band, problem.batch, problem.heads_q, problem.group)}
 
 
 def _workspaces(problem: Problem, config: Config) -> Workspaces:

@@ -68,6 +68,8 @@ SPACE = SearchSpace(
         "num_warps": (4,),
         # started before dQ's kernel ends, for whose end it waits before it reads delta; not searched
         "EARLY_START": added(False, older=False),
+        # divisors as kernels/lib/division.py has them; not searched: short calls have them
+        "DIVISORS": added(False, older=False),
     },
     constraints=(
         SIXTEEN_BIT,

@@ -66,6 +66,8 @@ SPACE = SearchSpace(
         "IN_PARTS": added(False, True, older=False),  # head dims as sums of two powers of two, 192 as 128 + 64
         "num_warps": (4,),
         "EARLY_START": added(False, older=False),  # the next kernel started before this one ends; not searched
+        # divisors as kernels/lib/division.py has them; not searched: short calls have them
+        "DIVISORS": added(False, older=False),
     },
     constraints=(
         SIXTEEN_BIT,

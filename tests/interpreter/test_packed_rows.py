@@ -59,7 +59,7 @@ def test_terms_of_each_sequence(causal: bool, softmax_scale: float) -> None:
     config = variant.space.default(PROBLEM.specialization, 90)
     bwd_prepare_hopper_kernel[(variant.programs(PROBLEM, config, 1),)](
         o, do, lse, dlse, terms, words, *o.stride()[:3], *do.stride()[:3], *dlse.stride(), len(LENGTHS), HEADS, *TOTALS, PADDED,
-        1, counter, 1, softmax_scale * math.log2(math.e), 0, 0, starts(0), starts(1), HEAD_DIM_V=DIM, BLOCK_DV=DIM,
+        1, counter, 1, softmax_scale * math.log2(math.e), 0, 0, starts(0), starts(1), 0, 0, HEAD_DIM_V=DIM, BLOCK_DV=DIM,
         SEES=(causal_mask if causal else full).sees, LEFT_BOUNDED=False, RIGHT_BOUNDED=causal, RAGGED=True,
         BLOCK_R=config["BLOCK_R"], SUM_COLUMNS=DIM, USED_COLUMNS=DIM, EARLY_START=False, IN_ORDER=False, LONGER_FIRST=False,
     )  # fmt: skip

@@ -35,7 +35,7 @@ def prepared(
     bwd_prepare_hopper_kernel[(batch * HEADS * PADDED // block,)](
         o, do, lse, lse if dlse is None else dlse, terms, words, *o.stride()[:3], *do.stride()[:3], *lse.stride(), batch, HEADS,
         ROWS, seqlen_k, PADDED, int(dlse is not None), torch.ones(1, dtype=torch.int32) if counter is None else counter,
-        0 if counter is None else len(counter), softmax_scale * LOG2E, 0, 0, 0, 0,
+        0 if counter is None else len(counter), softmax_scale * LOG2E, 0, 0, 0, 0, 0, 0,
         HEAD_DIM_V=DIM, BLOCK_DV=DIM, SEES=(causal_mask if causal else full).sees, LEFT_BOUNDED=False, RIGHT_BOUNDED=causal,
         RAGGED=False, BLOCK_R=block, SUM_COLUMNS=DIM, USED_COLUMNS=used, EARLY_START=False,
         IN_ORDER=counter is not None, LONGER_FIRST=False,

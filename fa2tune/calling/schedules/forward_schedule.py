@@ -36,6 +36,9 @@ COLUMN_SHARE = 0.7
 MARGIN, ROW_MARGIN = 0.02, 0.03
 #: Predictions this near to the least count as equal: of these order 0 is taken, which loses least on other workloads.
 TIE = 0.01
+#: Dense calls of up to so many microseconds have DIVISORS, whose gain does not grow with the call
+#: (docs/experiments/divisors.md).
+DIVISORS_US = 100.0
 
 
 def covers(variant: Variant) -> bool:
@@ -163,6 +166,18 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
             forms.append((expected, maxima))
     time, other = min(forms, key=lambda one: one[0], default=(math.inf, config))
     return row, other if time < (1 - margin) * least else config
+
+
+def with_divisors(problem: Problem, row: Row, config: Config, sm_count: int) -> Config:
+    """A config that ``best`` gives, with DIVISORS where the call is short."""
+    if problem.is_empty or problem.score != NONE or (sm_count == row.key.sm_count and _tuned_on(row, problem)):
+        return config
+    time = expected_us(problem, row, config, sm_count)
+    return divided(config) if time is not None and time <= DIVISORS_US else config
+
+
+def divided(config: Config) -> Config:
+    return {**config, "DIVISORS": True}
 
 
 def _fastest(found: Iterable[tuple[float, Row, Config]]) -> tuple[float, Row, Config]:

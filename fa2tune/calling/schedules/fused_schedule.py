@@ -21,7 +21,7 @@ from fa2tune.calling.schedules import packed_lengths
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
-from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq, bwd_fused
+from fa2tune.search_spaces.sm90 import bwd_dq, bwd_fused
 from fa2tune.spec.mask import CAUSAL, FULL, STACKED, Mask, heads_stacked
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import Variant
@@ -482,10 +482,12 @@ def about(choice: Choice) -> str:
     config, own = choice.config, choice.otherwise
     if config.get("IN_ORDER"):
         return IN_ORDER_FORM
-    if own is not None and config.get("EARLY_START") and choice.variant.space in (bwd_dq.SPACE, bwd_dkdv.SPACE):
-        return "the next kernel started early" if choice.variant.space is bwd_dq.SPACE else "started early"
-    if own is None or choice.variant.space is not bwd_fused.SPACE:
+    if own is None or choice.few_tiles:
         return ""
+    if choice.variant.space is not bwd_fused.SPACE:
+        early = ("the next kernel " if choice.variant.space is bwd_dq.SPACE else "") + "started early"
+        said = {early: config.get("EARLY_START"), "divisors from the host": config.get("DIVISORS")}
+        return ", ".join(words for words, holds in said.items() if holds)
     halved, early = config["BLOCK_M"] != own["BLOCK_M"], bool(config.get("EARLY_START"))
     ordered, longer = config["ORDER"] != own["ORDER"], bool(config.get("LONGER_FIRST"))
     banded = config["HEADS_PER_WAVE"] != own["HEADS_PER_WAVE"] and not group_parts.of_queries(config)
@@ -495,5 +497,4 @@ def about(choice: Choice) -> str:
         words.append("alone on the GPU")
     words += [f"in bands of up to {config['HEADS_PER_WAVE']} heads"] if banded else []
     words += ["longer sequences first"] if longer else []
-    words += ["kernels started early"] if early else []
-    return ", ".join(words)
+    return ", ".join([*words, "kernels started early"] if early else words)

@@ -78,30 +78,34 @@ def covers(problem: Problem, choices: Mapping[str, Choice]) -> bool:
     return of_hopper(problem, choices) and max(block_dims(problem.specialization)) > 128
 
 
-def with_early_start(problem: Problem, choices: dict[str, Choice], gpu: Gpu) -> dict[str, Choice]:
-    """Those of a backward, of a short dense one with dK/dV's kernel started before dQ's ends. Not where copies of K and V for
-    parts of groups come between both, which it would read too early; nor where it is alone on a side stream, whose events it
-    waits for in any case. Of head dims up to 128 the time is a rough one."""
-    if not fused_schedule.EARLY_START or problem.extent.ragged or not of_hopper(problem, choices):
+def in_short_form(problem: Problem, choices: dict[str, Choice], gpu: Gpu) -> dict[str, Choice]:
+    """Those of a backward, of a short dense one with DIVISORS, and with dK/dV's kernel started before dQ's ends. Not where
+    copies of K and V for parts of groups come between both, which it would read too early; nor where it is alone on a side
+    stream, whose events it waits for in any case. Of head dims up to 128 the time is a rough one."""
+    if problem.extent.ragged or not of_hopper(problem, choices):
         return choices
     parts = group_parts_schedule.parts_of(problem, DKDV, choices[DKDV], gpu)
+    if predicted_us(problem, choices, parts, gpu) > fused_schedule.EARLY_START_US:
+        return choices
     copied = parts > 1 and group_parts.copies(problem)
-    if copied or predicted_us(problem, choices, parts, gpu) > fused_schedule.EARLY_START_US:
-        return choices
     in_parts = {DKDV: parts, DQ: key_parts(problem, choices, {DKDV: parts}, gpu)}
-    if order_of(problem, choices, in_parts, gpu) == DQ_FIRST:
-        return choices
+    early = fused_schedule.EARLY_START and not copied and order_of(problem, choices, in_parts, gpu) != DQ_FIRST
     return {
-        kernel: replace(one, config=fused_schedule.started_early(one.config), otherwise=one.otherwise or one.config)
+        kernel: replace(one, config=_short(one.config, early), otherwise=one.otherwise or one.config)
         for kernel, one in choices.items()
     }
+
+
+def _short(config: Config, early: bool) -> Config:
+    config = {**config, "DIVISORS": True}
+    return fused_schedule.started_early(config) if early else config
 
 
 def forms(problem: Problem, choice: Choice) -> Iterator[Config]:
     """Every config of other machine code that some dense call may have in place of a row's."""
     dense = not problem.extent.ragged and fused_schedule.recorded(problem.mask)
-    if fused_schedule.EARLY_START and dense and choice.variant.space in (bwd_dq.SPACE, bwd_dkdv.SPACE):
-        yield fused_schedule.started_early(choice.config)
+    if dense and choice.variant.space in (bwd_dq.SPACE, bwd_dkdv.SPACE):
+        yield from (_short(choice.config, early) for early in {False, fused_schedule.EARLY_START})
 
 
 def shares(problem: Problem, config: Config) -> tuple[float, float]:

@@ -1,0 +1,102 @@
+"""Which calls have their divisors from the host (DIVISORS), and what says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_early_start_choice import SPLIT, check_fallback, choices, posed
+
+from fa2tune import gpus
+from fa2tune.calling import choosing, serving
+from fa2tune.calling.schedules import forward_schedule, fused_schedule
+from fa2tune.compiling.choice import Choice
+from fa2tune.fleet import precompile
+from fa2tune.rows.row import MEASURED
+from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.mask import CAUSAL, FULL, band
+from fa2tune.spec.problem import Problem
+from fa2tune.spec.score import Score
+
+H200 = gpus.named("h200")
+SHORT = [
+    posed(5, 8, 247, 247, 120, CAUSAL), posed(3, 17, 935, 935, 16, FULL), posed(8, 4, 396, 396, 144, FULL),
+    posed(2, (41, 1), 593, 593, 200, FULL),
+]  # fmt: skip
+LONG = [posed(8, 16, 4096, 4096, 128, CAUSAL), posed(2, 10, 8000, 8000, 248, FULL)]
+OTHER = [
+    replace(SHORT[0], mask=band(100, 0)), replace(SHORT[0], score=Score("softcap", 20.0)),
+    replace(SHORT[0], batch=1, seqlen_q=1235, seqlen_k=1235, extent=Extent(RAGGED, 5, 247)), posed(1, 2, 0, 500, 64, FULL),
+]  # fmt: skip
+
+
+def forward(problem: Problem) -> Choice:
+    return choosing.choose(problem, "fwd", H200)
+
+
+@pytest.mark.parametrize("problem", SHORT, ids=str)
+def test_short_forwards_have_them(problem: Problem) -> None:
+    choice = forward(problem)
+    assert choice.config["DIVISORS"] and choice.estimated and not choice.of_row.config.get("DIVISORS")
+
+
+@pytest.mark.parametrize("problem", LONG, ids=str)
+def test_long_forwards_have_not(problem: Problem) -> None:
+    assert not forward(problem).config.get("DIVISORS")
+
+
+@pytest.mark.parametrize("problem", OTHER, ids=str)
+def test_other_masks_scores_packed_calls_and_no_queries_have_not(problem: Problem) -> None:
+    assert not forward(problem).config.get("DIVISORS")
+
+
+def test_the_workload_of_a_row_has_what_was_measured() -> None:
+    rows = [
+        row for layer in choosing.layers() for row in layer.rows
+        if (row.key.gpu, row.key.kernel, row.key.mask, row.obtained) == ("h200", "fwd", "causal", MEASURED)
+    ]  # fmt: skip
+    served = [choice for row in rows if (choice := forward(row.key.workload())).row is row]
+    short = [choice for choice in served if choice.row.time_us <= forward_schedule.DIVISORS_US]  # type: ignore[union-attr]
+    assert short and not any(choice.config.get("DIVISORS") for choice in served)
+
+
+@pytest.mark.parametrize("problem", SPLIT, ids=str)
+def test_short_split_backwards_have_them(problem: Problem) -> None:
+    assert all(choice.config["DIVISORS"] and choice.otherwise for choice in choices(problem).values())
+
+
+def test_split_backwards_have_them_where_no_kernel_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel on a side stream waits for events, and copies for parts of groups come between: neither has to do with these."""
+    for problem in (posed(4, 6, 400, 400, 192, FULL), posed(1, (32, 2), 300, 300, 256, FULL)):
+        found = choices(problem).values()
+        assert all(choice.config["DIVISORS"] and not choice.config.get("EARLY_START") for choice in found)
+    monkeypatch.setattr(fused_schedule, "EARLY_START", False)
+    assert all(choice.config["DIVISORS"] for choice in choices(SPLIT[2]).values())
+
+
+def test_long_split_backwards_have_not() -> None:
+    found = choices(posed(2, 8, 4096, 4096, 256, CAUSAL))
+    assert not any(choice.config.get("DIVISORS") for choice in found.values())
+
+
+@pytest.mark.parametrize("problem", [*SHORT, SPLIT[0]], ids=str)
+def test_binaries_are_made_ahead(problem: Problem) -> None:
+    """Of the config that serves, from what precompile asks of the row's."""
+    chosen = {"fwd": forward(problem)} if problem in SHORT else choices(problem)
+    for kernel, choice in chosen.items():
+        asked = [config for variant, config, _ in precompile._by_shape(kernel, problem, choice.of_row, 90)
+                 if variant is choice.variant]  # fmt: skip
+        own = dict(choice.config)
+        names = [name for name in own if name != "HEADS_PER_WAVE"]  # a launch argument
+        assert any(all(one.get(name, False) == own[name] for name in names) for one in map(dict, asked))
+
+
+def test_the_rows_own_config_serves_where_the_form_cannot_be_had() -> None:
+    check_fallback(SPLIT[0], "DIVISORS")
+
+
+def test_explain_says_so() -> None:
+    row, few = (str(serving.explain_problem(problem, H200)) for problem in (SHORT[0], SHORT[1]))
+    assert "fwd: divisors from the host, not as the row has it" in row or "divisors from the host, with a config" in row
+    assert "few tiles" in few
+    assert "divisors from the host" not in str(serving.explain_problem(LONG[0], H200))
