@@ -424,7 +424,8 @@ _FLOATING: Mapping[str, Callable[..., Any]] = {
 _LANGUAGE = SimpleNamespace(
     constexpr=lambda x: x, arange=_arange, range=_range, static_range=range, static_assert=lambda *_: None, cast=_cast,
     minimum=_elementwise(np.fmin, min), maximum=_elementwise(np.fmax, max), where=_where,
-    cdiv=_elementwise(_ceiling, _ceiling), umulhi=_elementwise(_high_word, _high_word), sum=_reduced(np.sum), max=_reduced(np.max), min=_reduced(np.min),
+    cdiv=_elementwise(_ceiling, _ceiling), umulhi=_elementwise(_high_word, _high_word),
+    sum=_reduced(np.sum), max=_reduced(np.max), min=_reduced(np.min),
     convert_layout=lambda x, *_, **__: x, multiple_of=lambda x, _: x, max_contiguous=lambda x, _: x,
     load=load_words, store=store_words, atomic_add=_atomic_add, inline_asm_elementwise=_assembly,
     program_id=lambda _: Int(_HERE.program.number), num_programs=lambda _: Int(_HERE.program.programs),

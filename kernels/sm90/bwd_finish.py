@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fa2tune.kernels.lib.common import head_base, store_tile
+from fa2tune.kernels.lib.division import divided
 from fa2tune.kernels.lib.extent import place
 from fa2tune.search_spaces.sm90 import bwd_fused as bwd_fused_hopper
 from fa2tune.search_spaces.sm90.bwd_finish import SPACE
@@ -33,20 +34,25 @@ def _do_once(PTX: tl.constexpr):
 @triton.jit
 def bwd_finish_hopper_kernel(
     words, dq, softmax_scale, stride_dqb, stride_dqh, stride_dqm, heads_q, seqlen_q, rows_padded, flags, batch, seqlen_k,
-    cu_seqlens_q, cu_seqlens_k, HEAD_DIM: tl.constexpr, RAGGED: tl.constexpr, SUM_COLUMNS: tl.constexpr,
-    BLOCK_R: tl.constexpr, PERMUTED_COLUMNS: tl.constexpr, FINISH_BESIDE: tl.constexpr, USED_COLUMNS: tl.constexpr,
-    EARLY_START: tl.constexpr,
+    cu_seqlens_q, cu_seqlens_k, by_finished, by_query_heads,
+    HEAD_DIM: tl.constexpr, RAGGED: tl.constexpr, SUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr,
+    PERMUTED_COLUMNS: tl.constexpr, FINISH_BESIDE: tl.constexpr, USED_COLUMNS: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """words [B, Hq, rows_padded, SUM_COLUMNS] float32 -> dq [B, Hq, Sq, D]. The words of each 64 rows lie as pieces
     [64, PERMUTED_COLUMNS] in the register order of a wgmma accumulator (sm90/bwd_fused.py). BLOCK_R is a multiple of 64 that
     divides rows_padded. Columns from USED_COLUMNS on, the last words of each 64 rows, are not read. flags int32, only if
     FINISH_BESIDE: behind those of rows (sm90/bwd_prepare_overlapped.py), [B, Hq] counts of the tiles that have added to dQ of a
     head.
+    EARLY_START, of a dense call: by_finished and by_query_heads are the divisors of a head's programs and of heads_q.
     RAGGED: as sm90/bwd_fused.py has it, counts as kernels/lib/hopper_dq_accumulation.py; rows behind the last
     sequence: dq = 0."""
     tiles = rows_padded // BLOCK_R if RAGGED else tl.cdiv(seqlen_q, BLOCK_R)
-    head = tl.program_id(0) // tiles
-    start_m = tl.program_id(0) % tiles * BLOCK_R
+    if EARLY_START and not RAGGED:
+        head = divided(tl.program_id(0), by_finished)
+        start_m = (tl.program_id(0) - head * tiles) * BLOCK_R
+    else:
+        head = tl.program_id(0) // tiles
+        start_m = tl.program_id(0) % tiles * BLOCK_R
     if FINISH_BESIDE and RAGGED:
         if tl.program_id(0) == tl.num_programs(0) - 1:  # a kernel that follows this one follows main too
             _do_once(_MAIN_IS_OVER)
@@ -56,7 +62,11 @@ def bwd_finish_hopper_kernel(
             _do_once(_REST)
     elif EARLY_START:
         _do_once(_MAIN_IS_OVER)
-    dq = head_base(dq, head // heads_q, head % heads_q, stride_dqb, stride_dqh, "pointer")
+    if EARLY_START and not RAGGED:
+        b = divided(head, by_query_heads)
+        dq = head_base(dq, b, head - b * heads_q, stride_dqb, stride_dqh, "pointer")
+    else:
+        dq = head_base(dq, head // heads_q, head % heads_q, stride_dqb, stride_dqh, "pointer")
     words += (head.to(tl.int64) * rows_padded + start_m) * SUM_COLUMNS
     if RAGGED:
         chunk = start_m // CHUNK

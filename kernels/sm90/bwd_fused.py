@@ -73,8 +73,8 @@ from fa2tune.kernels.lib.hopper_tiles import (
     query_heads,
     received_number,
 )
+from fa2tune.search_spaces.sm90 import bwd_finish, bwd_prepare
 from fa2tune.search_spaces.sm90 import bwd_fused as space
-from fa2tune.search_spaces.sm90 import bwd_prepare
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
 
@@ -449,17 +449,19 @@ def _scalars(problem: Problem, config: Config, early: bool) -> dict[str, int]:
 
 
 def _divisors(problem: Problem, config: Config) -> dict[str, int]:
-    """Of this kernel and of the one before. QUERY_PARTS: the problem has a key head for each part of every query head."""
+    """Of this kernel and of those around it. QUERY_PARTS: the problem has a key head for each part of every query head."""
     if not config.get("EARLY_START") or problem.extent.ragged:
-        return dict.fromkeys(("key_heads", *BY, *bwd_prepare.BY), 0)
+        return dict.fromkeys(("key_heads", *BY, *bwd_prepare.BY, *bwd_finish.BY), 0)
     tiles = triton.cdiv(problem.seqlen_k, space.GROUPS * space.KEYS)
     shares = triton.cdiv(tiles, 2 if config["PAIRS"] else 1)
     group = problem.heads_kv // problem.heads_q if config.get("QUERY_PARTS") else problem.group
-    blocks = space.padded_rows(problem) // bwd_prepare.ROWS
+    prepared, finished = space.padded_rows(problem) // bwd_prepare.ROWS, triton.cdiv(problem.seqlen_q, bwd_finish.ROWS)
+    heads = divisor(problem.heads_q)
     return {
         "key_heads": problem.heads_kv,
         **of_bands(shares, config["HEADS_PER_WAVE"], problem.batch, problem.heads_kv, group),
-        **dict(zip(bwd_prepare.BY, (divisor(blocks), divisor(problem.heads_q)), strict=True)),
+        **dict(zip(bwd_prepare.BY, (divisor(prepared), heads), strict=True)),
+        **dict(zip(bwd_finish.BY, (divisor(finished), heads), strict=True)),
     }
 
 

@@ -51,7 +51,7 @@ def _clear(words, first, start_m, BLOCK_R: tl.constexpr, SUM_COLUMNS: tl.constex
 def bwd_prepare_hopper_kernel(
     o, do, lse, dlse, terms, words, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
     stride_dlseb, stride_dlseh, stride_dlsem, batch, heads_q, seqlen_q, seqlen_k, rows_padded, has_dlse, counter, counts,
-    qk_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k, by_blocks, by_query_heads,
+    qk_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k, by_prepared, by_query_heads,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     SEES: tl.constexpr, LEFT_BOUNDED: tl.constexpr, RIGHT_BOUNDED: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_R: tl.constexpr, SUM_COLUMNS: tl.constexpr, USED_COLUMNS: tl.constexpr, EARLY_START: tl.constexpr,
@@ -64,12 +64,12 @@ def bwd_prepare_hopper_kernel(
     counter [counts] int32: 0; without IN_ORDER counts is 1 at most. rows_padded is a multiple of BLOCK_R, and 64 is.
     RAGGED: as sm90/bwd_fused.py has it. LONGER_FIRST: behind counter[0] the order of its tiles (``write_longer_first``).
     EARLY_START: the next kernel may start once all programs of this one have, and itself waits for their end; of dense calls
-    by_blocks and by_query_heads are the divisors of a head's blocks and of heads_q."""
+    by_prepared and by_query_heads are the divisors of a head's blocks and of heads_q."""
     if EARLY_START:
         tl.inline_asm_elementwise(_START_MAIN, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
     tiles = rows_padded // BLOCK_R
     if EARLY_START and not RAGGED:
-        head = divided(tl.program_id(0), by_blocks)
+        head = divided(tl.program_id(0), by_prepared)
         start_m = (tl.program_id(0) - head * tiles) * BLOCK_R
         b = divided(head, by_query_heads)
         h = head - b * heads_q

@@ -2,9 +2,13 @@
 
 from fa2tune.spec.variant import SearchSpace
 
+ROWS = 64  #: of a block
+#: Parameters: divisors, as kernels/lib/division.py has them, of a head's blocks and of a batch entry's heads.
+BY = ("by_finished", "by_query_heads")
+
 SPACE = SearchSpace(
     name="bwd_finish_hopper",
-    dimensions={"BLOCK_R": (64,), "num_warps": (4,), "num_stages": (1,), "maxnreg": (0,)},
+    dimensions={"BLOCK_R": (ROWS,), "num_warps": (4,), "num_stages": (1,), "maxnreg": (0,)},
     constraints=(),
-    default=lambda spec, arch: {"BLOCK_R": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 0},
+    default=lambda spec, arch: {"BLOCK_R": ROWS, "num_warps": 4, "num_stages": 1, "maxnreg": 0},
 )

@@ -4,7 +4,7 @@ from fa2tune.spec.variant import SearchSpace
 
 ROWS = 32  #: of a block
 #: Parameters: divisors, as kernels/lib/division.py has them, of a head's blocks and of a batch entry's heads.
-BY = ("by_blocks", "by_query_heads")
+BY = ("by_prepared", "by_query_heads")
 
 SPACE = SearchSpace(
     name="bwd_prepare_hopper",

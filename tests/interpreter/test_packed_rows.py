@@ -120,7 +120,7 @@ def test_sums_come_back_to_their_rows(columns: int) -> None:
     variant = registry.variant_named("sm90/bwd_finish")
     config = variant.space.default(PROBLEM.specialization, 90)
     bwd_finish_hopper_kernel[(variant.programs(PROBLEM, config, 1),)](
-        words, dq, 0.5, *dq.stride()[:3], HEADS, TOTALS[0], PADDED, words, len(LENGTHS), TOTALS[1], starts(0), starts(1),
+        words, dq, 0.5, *dq.stride()[:3], HEADS, TOTALS[0], PADDED, words, len(LENGTHS), TOTALS[1], starts(0), starts(1), 0, 0,
         HEAD_DIM=DIM, RAGGED=True, SUM_COLUMNS=DIM, USED_COLUMNS=DIM, BLOCK_R=config["BLOCK_R"], PERMUTED_COLUMNS=columns,
         FINISH_BESIDE=False, EARLY_START=False,
     )  # fmt: skip

@@ -66,7 +66,7 @@ def test_sums_of_columns_that_no_part_has_are_neither_zeroed_nor_read(used: int,
     words = parts.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).reshape(1, HEADS, PADDED, DIM).contiguous()
     dq = torch.full((1, HEADS, ROWS, head_dim), math.nan, dtype=torch.float16)
     bwd_finish_hopper_kernel[(2 * HEADS,)](
-        words, dq, 0.5, *dq.stride()[:3], HEADS, ROWS, PADDED, words, 1, ROWS, 0, 0, HEAD_DIM=head_dim, SUM_COLUMNS=DIM,
+        words, dq, 0.5, *dq.stride()[:3], HEADS, ROWS, PADDED, words, 1, ROWS, 0, 0, 0, 0, HEAD_DIM=head_dim, SUM_COLUMNS=DIM,
         RAGGED=False, BLOCK_R=64, PERMUTED_COLUMNS=columns, FINISH_BESIDE=False, EARLY_START=False, USED_COLUMNS=used,
     )  # fmt: skip
     torch.testing.assert_close(dq[0], (sums[:, :ROWS, :head_dim] * 0.5).half())
