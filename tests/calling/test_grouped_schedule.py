@@ -14,7 +14,7 @@ import pytest
 from fa2tune import gpus
 from fa2tune.calling import choosing, forward_plans, serving
 from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
-from fa2tune.calling.schedules import grouped_schedule, in_place_schedule, key_splits_schedule
+from fa2tune.calling.schedules import few_tiles, grouped_schedule, in_place_schedule, key_splits_schedule
 from fa2tune.compiling import limits
 from fa2tune.fleet import precompile
 from fa2tune.gpus import Gpu
@@ -82,7 +82,7 @@ def test_the_chosen_tiles_are_near_the_best_that_were_timed(case: dict[str, Any]
     estimated, tiles = grouped_schedule.best(posed(case), H200) or (0.0, {})
     us = timed(case)[size_of(tiles)]
     assert us < 1.05 * min(timed(case).values())
-    assert abs(math.log(estimated / us)) < grouped_schedule.MARGIN
+    assert abs(math.log(estimated / us)) < 0.08
 
 
 @pytest.mark.parametrize("case", RECORD, ids=CALL_IDS)
@@ -93,7 +93,7 @@ def test_what_is_taken_was_faster(case: dict[str, Any]) -> None:
 
 def test_calls_that_gained_most_are_taken() -> None:
     taken = {case["problem"]["batch"] for case in RECORD if chosen(posed(case))}
-    assert taken == {10, 17, 21}, "beside tiles of one head each in forms of few tiles the others gain nothing, or 3 %"
+    assert taken == {10, 17, 21, 23}, "next to tiles of one head in forms of few tiles the others gain nothing, or 3 %"
 
 
 def test_few_queries_of_a_group_share_tiles() -> None:
@@ -166,13 +166,15 @@ def test_what_was_not_timed_has_a_wider_margin(other: dict[str, Any]) -> None:
 
 
 def test_it_has_to_be_worth_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside what serves, and beside its own tiles of one head."""
+    """By the constants of tiles of one head, or, of a config that these do not know, by those of split keys."""
     time, _ = grouped_schedule.best(PROMPT, H200) or (0.0, {})
-    for name, of in (("ordinary_us", key_splits_schedule), ("_ungrouped_us", grouped_schedule)):
+    for unknown in (False, True):
+        if unknown:
+            monkeypatch.setattr(few_tiles, "expected_us", lambda *_: None)
         for share, taken in ((0.99, True), (1.01, False)):
+            of, name = (key_splits_schedule, "ordinary_us") if unknown else (few_tiles, "expected_us")
             monkeypatch.setattr(of, name, lambda *_, share=share: time / (1 - grouped_schedule.MARGIN) / share)
             assert (chosen(PROMPT) is not None) == taken
-        monkeypatch.undo()
 
 
 def test_no_time_is_less_than_that_of_its_memory() -> None:

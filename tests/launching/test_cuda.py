@@ -219,7 +219,8 @@ def bound(
     k, v = (torch.zeros(2, 500, 2, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": torch.zeros(2, 4, 300)}
     strides = {n: launch.strides_of(t) for n, t in tensors.items() if t.dim() == 4}
-    made_launch = launch.bind(variant, PROBLEM, config, strides, 0.125, tuple(tensors), 0)
+    scalars = variant.scalars(PROBLEM, config, False)
+    made_launch = launch.bind(variant, PROBLEM, config, strides, 0.125, tuple(tensors), 0, scalars=scalars)
     chain = launch.chain([(made_launch, range(len(tensors)))], 0)
     assert isinstance(chain, Chain)
     binary = compiler.binary_config(variant, config)
@@ -239,7 +240,7 @@ def test_a_kernel_is_handed_what_its_parameters_say(driver: Driver, monkeypatch:
         q.data_ptr(), *shapes[0], k.data_ptr(), *shapes[1], v.data_ptr(), *shapes[1], o.data_ptr(), *shapes[0],
         lse.data_ptr(), pytest.approx(0.125 * launch.LOG2E), 2, 4, 2, 300, 500,
         variant_named("sm90/fwd").space.default(PROBLEM.specialization, 90)["HEADS_PER_WAVE"],
-            0, 0, 0,  # no norms are asked for, and Triton's scratch
+        0, *[0] * 5, 0, 0,  # no norms are asked for, no divisors sent, and Triton's scratch
     ]  # fmt: skip
     assert driver.arguments(kinds) == expected
 
@@ -266,7 +267,9 @@ def test_the_rest_of_a_head_dim_is_a_descriptor_of_the_same_memory(
     tensors["lse"] = torch.zeros(2, 4, 300)
     names = tuple(name for name, tensor in wanted.items() if tensor in tensors)
     places = [list(tensors).index(wanted[name]) for name in names]
-    call = launch.chain([(launch.bind(variant, problem, config, strides, 0.125, names, 0), places)], 0)
+    scalars = variant.scalars(problem, config, False)
+    made_launch = launch.bind(variant, problem, config, strides, 0.125, names, 0, scalars=scalars)
+    call = launch.chain([(made_launch, places)], 0)
     before = len(driver.encoded)
     call(list(tensors.values()))
     found = driver.encoded[before:]

@@ -73,9 +73,10 @@ PARTS_ALONE, PARTS_ROWS = -0.03, 4096
 SHORT_US, SHORT_MARGIN = 45.0, -0.05
 #: Parts of groups must be by this one; of predictions within PARTS_TIE of the least the fewest parts, which move the least.
 PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
-#: Whether dense calls of up to so many microseconds have kernels started before the one before them ends; and what
-#: that saves: 1.1 to 2.6 measured in five calls with dQ finished early (docs/experiments/fused-backward-ends.md).
-EARLY_START, EARLY_START_US, EARLY_SAVES_US = True, 100.0, 1.3
+#: Whether dense calls of up to so many microseconds have kernels started before the one before them ends; what that saves, with
+#: divisors from the host: 1.3 to 7.7 in 29 calls, 3.3 in the median (docs/experiments/divisors.md). By how much it may be
+#: predicted to be slower than a row with BESIDE, where that takes so many microseconds at most.
+EARLY_START, EARLY_START_US, EARLY_SAVES_US, EARLY_MARGIN, BESIDE_US = True, 400.0, 3.0, -0.025, 120.0
 #: What the order of packed tiles by length costs (LONGER_FIRST): the kernel before writes it, and the first tile waits for it;
 #: and for each 128 sequences more. In two raced calls of 171 and 201 sequences, which gain nothing else, it was about 3.
 ORDER_US, ORDER_STEP_US = 1.5, 0.5
@@ -425,8 +426,7 @@ def started_early(config: Config) -> Config:
 
 def all_forms(problem: Problem, choice: Choice, arch: int) -> Iterator[Config]:
     """Every config of other machine code that some dense call may have by ``of_dense`` in place of a row's."""
-    found = [form for form, _ in forms(problem, choice, arch)]
-    yield from found
+    yield from (found := [form for form, _ in forms(problem, choice, arch)])
     if EARLY_START and covers(choice.variant, problem):
         yield from (started_early(form) for form in [choice.config, *found] if not form["BESIDE"])
 
@@ -459,13 +459,13 @@ def of_dense(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
     if not others and (own["BESIDE"] or not EARLY_START):
         return choice
     (best, now), least = _early_if_short(problem, own, gpu), math.inf
-    in_parts = problem.batch * problem.heads_q * -(-problem.seqlen_k // TILE)
-    short = now <= SHORT_US and 2 * in_parts >= gpu.sm_count  # tiles, as far as groups can be split
+    in_parts = problem.batch * problem.heads_q * -(-problem.seqlen_k // TILE)  # tiles, as far as groups can be split
+    short = now <= SHORT_US and 2 * in_parts >= gpu.sm_count
     for other, margin in others:
-        if short and other["BLOCK_M"] == own["BLOCK_M"]:
-            margin = min(margin, SHORT_MARGIN)
-        if other["BLOCK_M"] != own["BLOCK_M"] and least == math.inf:
-            margin = HALF_ALONE
+        if other["BLOCK_M"] != own["BLOCK_M"]:
+            margin = margin if least < (1 - MARGIN) * now - LEAST_US else HALF_ALONE
+        elif own["BESIDE"] and EARLY_START and now <= BESIDE_US:
+            margin = min(margin, SHORT_MARGIN if short else EARLY_MARGIN)
         wanted = min((1 - margin) * now - LEAST_US, least)
         config, time = _early_if_short(problem, other, gpu, wanted)
         if time < wanted:

@@ -27,11 +27,10 @@ from fa2tune.spec.variant import Variant
 #: 64 keys do (WAITS). A tile's start and end are worth so many blocks (START). COLUMN_SHARE: of a block, that grows with
 #: columns. Fitted to 40 forms of seven calls: 4 % off, root mean square (docs/experiments/few-queries.md).
 LAUNCH_US, BLOCK_US, WAITS, START, COLUMN_SHARE = {64: 3.3, 128: 4.0}, {64: 0.506, 128: 0.238}, 1.0, 1.54, 0.615
-#: It must be predicted to be faster by this share than what serves otherwise, and than tiles of one head by the same model:
-#: what those gain without sharing is for the tuned kernel to gain. The second one: from WIDE_COLUMNS of K and V on, where tiles
-#: of one head take 8 % longer than estimated: two calls predicted to take 0.95 of the time took 0.90. The third one: where no
-#: such call was timed, with more columns, fewer queries, more keys, or in a window.
-MARGIN, WIDE_MARGIN, UNTIMED_MARGIN = 0.08, 0.03, 0.15
+#: It must be predicted to be faster by this share than what serves otherwise: of 50 raced calls the choice loses as much with
+#: any share from 0.02 to 0.08 (docs/experiments/few-queries.md). The second one: of more columns, where causal calls of up to
+#: 224 queries took 1.2 to 1.3 of the estimate, and where no such call was timed, with fewer queries, more keys, or in a window.
+MARGIN, UNTIMED_MARGIN = 0.05, 0.15
 TIMED_COLUMNS, TIMED_QUERIES, TIMED_KEYS = 448, 64, 2048
 #: Rows that begin inside a sector: rows of a tile -> head dim -> so many times as long a block took; 0: of others.
 SECTOR_COSTS: dict[int, dict[int, float]] = {
@@ -130,13 +129,6 @@ def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
     return max(near, key=lambda one: (one[1]["BLOCK_M"], one[1]["BLOCK_N"], -_programs(problem, one[1])))
 
 
-@lru_cache(maxsize=1024)
-def _ungrouped_us(problem: Problem, gpu: Gpu) -> float:
-    """The same of tiles of one head."""
-    sizes = grouped_tiles(problem, gpu.arch)
-    return min(grouped_us(problem, tiles_of(problem, gpu.arch, size, 1), gpu) for size in sizes)
-
-
 def _columns(problem: Problem) -> int:
     """Columns of K and V, of all parts."""
     return sum(head_dim_parts(problem.head_dim)) + sum(head_dim_parts(problem.head_dim_v))
@@ -158,14 +150,8 @@ def asked(problem: Problem, gpu: Gpu) -> bool:
 
 
 def _margin(problem: Problem) -> float:
-    columns = _columns(problem)
-    timed = (
-        problem.mask.measured
-        and columns <= TIMED_COLUMNS
-        and problem.seqlen_q >= TIMED_QUERIES
-        and problem.seqlen_k <= TIMED_KEYS
-    )
-    return UNTIMED_MARGIN if not timed else WIDE_MARGIN if columns >= few_tiles.WIDE_COLUMNS else MARGIN
+    lengths = problem.seqlen_q >= TIMED_QUERIES and problem.seqlen_k <= TIMED_KEYS
+    return MARGIN if problem.mask.measured and lengths and _columns(problem) <= TIMED_COLUMNS else UNTIMED_MARGIN
 
 
 def _filled(problem: Problem) -> float:
@@ -184,9 +170,9 @@ def config_of(
     if split is not None:
         otherwise = key_splits_schedule.split_us(problem, split, gpu)
     else:
-        otherwise = key_splits_schedule.ordinary_us(problem, config, gpu, row)
-    pays = found[0] < (1 - margin) * min(otherwise, _ungrouped_us(problem, gpu))
-    return found[1] if pays else None
+        own = few_tiles.expected_us(problem, config, gpu.sm_count)  # by constants that are fitted to the same races
+        otherwise = key_splits_schedule.ordinary_us(problem, config, gpu, row) if own is None else own
+    return found[1] if found[0] < (1 - margin) * otherwise else None
 
 
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
