@@ -1,5 +1,5 @@
-"""Times fused Hopper backwards of drawn calls in other bands of heads, in another order of products, and with dQ finished early
-or not.
+"""Times fused Hopper backwards of drawn calls in other bands of heads, in another order of products, with dQ finished early or
+not, and with kernels that overlap or start early.
 
     python benchmarks/ahead.py benchmarks/band_backwards.py bands RECORD...      # first: every binary, on all cores; no GPU
     python benchmarks/band_backwards.py bands RECORD... --out FILE               # resumes from the file
@@ -8,6 +8,7 @@ or not.
 RECORD: of benchmarks/random_calls.py. ``bands``: calls that are not started early and have more tiles than a GPU has
 multiprocessors, in the row's bands and in others. ``order``: calls whose row has another order than "together", in both.
 ``finish``: calls that are started early, with dQ finished early, after the main kernel, and all kernels one after the other.
+``beside``: calls whose row has BESIDE, as it is, and alone on the GPU with each kernel started early, or one after the other.
 Checks and times are those of benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
 """
 
@@ -25,7 +26,7 @@ import dense_backwards
 import side_by_side
 
 from fa2tune import gpus
-from fa2tune.calling.schedules import few_blocks_schedule, fused_schedule
+from fa2tune.calling.schedules import bands_schedule, few_blocks_schedule, fused_schedule, group_parts_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts, launch, passes
@@ -35,6 +36,7 @@ KERNEL = dense_backwards.FUSED_KERNEL
 ROW, TOGETHER = "the row's order", "together"
 EARLY, AFTER, LATE = "dQ finished early", "dQ finished after", "one after the other"
 FINISH = "sm90/bwd_finish"
+BESIDE, ALONE_EARLY, ALONE_LATE = "as the row", "alone early", "alone late"
 BANDS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -81,6 +83,18 @@ def finish_candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.O
     return _Finished(dict.fromkeys((EARLY, AFTER, LATE), dense_backwards.served(problem, gpu)))
 
 
+def beside_candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]:
+    """A row with BESIDE, and the kernel alone on the GPU with its kernels started early and one after the other."""
+    row = dense_backwards.served(problem, gpu)[0][KERNEL][0].of_row
+    alone = fused_schedule.apart(row.config)
+    made = {BESIDE: row.config, ALONE_EARLY: fused_schedule.started_early(alone), ALONE_LATE: alone}
+    found = {}
+    for name, config in made.items():
+        choice = bands_schedule.in_bands(problem, replace(row, config=config, otherwise=row.config), gpu)
+        found[name] = {KERNEL: (choice, group_parts_schedule.parts_of(problem, KERNEL, choice, gpu))}, ""
+    return found
+
+
 Wanted = Callable[[Problem, Choice, Gpu], bool]
 
 
@@ -93,9 +107,15 @@ def _other_order(_problem: Problem, choice: Choice, _gpu: Gpu) -> bool:
     return choice.of_row.config["ORDER"] != "together" and choice.config["BLOCK_M"] == choice.of_row.config["BLOCK_M"]
 
 
+def _beside(problem: Problem, choice: Choice, gpu: Gpu) -> bool:
+    short = fused_schedule.least_us(problem, choice.of_row.config, gpu) <= fused_schedule.EARLY_START_US
+    return bool(choice.of_row.config["BESIDE"]) and short
+
+
 FORMS: dict[str, tuple[Wanted, dense_backwards.Candidates]] = {
     "bands": (_many_tiles, band_candidates), "order": (_other_order, order_candidates),
     "finish": (lambda _problem, choice, _gpu: bool(choice.config["EARLY_START"]), finish_candidates),
+    "beside": (_beside, beside_candidates),
 }  # fmt: skip
 
 

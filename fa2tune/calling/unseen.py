@@ -29,7 +29,7 @@ RATE, LAUNCHES, LAUNCH_US = 0.7, 4, 2.0
 #: Bytes of an element that fills and copies take at a time.
 WORD = 16
 #: What is saved must be so many times what is added, and more by so many microseconds: the host launches more.
-TIMES, MARGIN_US = 1.2, 15.0
+TIMES, MARGIN_US = 1.2, 5.0
 
 
 def count(problem: Problem) -> int:

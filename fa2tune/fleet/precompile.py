@@ -45,7 +45,6 @@ from fa2tune.launching.passes import runs
 from fa2tune.rows.lookup import SIXTEEN_BIT, Toolchain
 from fa2tune.rows.reader import Layer
 from fa2tune.rows.row import Row
-from fa2tune.search_spaces.sm90.fwd import without_norms
 from fa2tune.spec import maskfile
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.key import TuningKey
@@ -179,10 +178,8 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
     if forward_schedule.covers(variant) and own.config["RESCALE"] == "never":
         yield from ((*one, problem) for one in runs(kernel, spec, {**own.config, "RESCALE": "lazy"}, arch))
     if forward_schedule.covers(variant):
-        few = [*_for_few_tiles(problem, arch)]
-        if few_tiles.covers(problem):
-            few += map(forward_schedule.divided, (own.config, without_norms(own.config), *few))
-        for config in few:
+        few = _for_few_tiles(problem, arch)
+        for config in (*few, *forward_schedule.short_forms(problem, own.config, few)):
             yield from ((*one, problem) for one in runs(kernel, spec, config, arch))
 
 

@@ -375,6 +375,14 @@ FORMS = (
             (16, True, {"ORDER": "together", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}),
         )
     ),
+    *(  # divisors from the host
+        Form(kernel, dim, causal, {"DIVISORS": True, **more})
+        for kernel, dim, causal, more in (
+            ("sm90/fwd", 128, True, {"HEADS_PER_WAVE": 4}), ("sm90/fwd", 64, False, {"HEADS_PER_WAVE": 0}),
+            ("sm90/fwd", 192, True, {"IN_PARTS": "both", "HEADS_PER_WAVE": 22}),
+            ("sm90/bwd_dq", 256, True, {"HEADS_PER_WAVE": 4}), ("sm90/bwd_dkdv", 256, False, {"HEADS_PER_WAVE": 4}),
+        )
+    ),
     *(  # each kernel started before the one before it ends
         Form(kernel, dim, causal, {"EARLY_START": True, **more})
         for kernel, dim, causal, more in (

@@ -180,6 +180,11 @@ def divided(config: Config) -> Config:
     return {**config, "DIVISORS": True}
 
 
+def short_forms(problem: Problem, own: Config, few: Iterable[Config]) -> list[Config]:
+    """What short calls may have in place of a row's config and of those for few tiles."""
+    return [divided(one) for one in (own, without_norms(own), *few)] if few_tiles.covers(problem) else []
+
+
 def _fastest(found: Iterable[tuple[float, Row, Config]]) -> tuple[float, Row, Config]:
     found = list(found)
     most = (1 + TIE) * min(time for time, _, _ in found)

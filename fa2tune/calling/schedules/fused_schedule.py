@@ -76,7 +76,7 @@ PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
 #: Whether dense calls of up to so many microseconds have kernels started before the one before them ends; what that saves, with
 #: divisors from the host: 1.3 to 7.7 in 29 calls, 3.3 in the median (docs/experiments/divisors.md). By how much it may be
 #: predicted to be slower than a row with BESIDE, where that takes so many microseconds at most.
-EARLY_START, EARLY_START_US, EARLY_SAVES_US, EARLY_MARGIN, BESIDE_US = True, 400.0, 3.0, -0.025, 120.0
+EARLY_START, EARLY_START_US, EARLY_SAVES_US, EARLY_MARGIN, SLOWER_US = True, 400.0, 3.0, -0.025, 120.0
 #: What the order of packed tiles by length costs (LONGER_FIRST): the kernel before writes it, and the first tile waits for it;
 #: and for each 128 sequences more. In two raced calls of 171 and 201 sequences, which gain nothing else, it was about 3.
 ORDER_US, ORDER_STEP_US = 1.5, 0.5
@@ -464,7 +464,7 @@ def of_dense(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
     for other, margin in others:
         if other["BLOCK_M"] != own["BLOCK_M"]:
             margin = margin if least < (1 - MARGIN) * now - LEAST_US else HALF_ALONE
-        elif own["BESIDE"] and EARLY_START and now <= BESIDE_US:
+        elif own["BESIDE"] and EARLY_START and now <= SLOWER_US:
             margin = min(margin, SHORT_MARGIN if short else EARLY_MARGIN)
         wanted = min((1 - margin) * now - LEAST_US, least)
         config, time = _early_if_short(problem, other, gpu, wanted)

@@ -28,10 +28,12 @@ from fa2tune.spec.variant import Variant
 #: columns. Fitted to 40 forms of seven calls: 4 % off, root mean square (docs/experiments/few-queries.md).
 LAUNCH_US, BLOCK_US, WAITS, START, COLUMN_SHARE = {64: 3.3, 128: 4.0}, {64: 0.506, 128: 0.238}, 1.0, 1.54, 0.615
 #: It must be predicted to be faster by this share than what serves otherwise: of 50 raced calls the choice loses as much with
-#: any share from 0.02 to 0.08 (docs/experiments/few-queries.md). The second one: of more columns, where causal calls of up to
-#: 224 queries took 1.2 to 1.3 of the estimate, and where no such call was timed, with fewer queries, more keys, or in a window.
-MARGIN, UNTIMED_MARGIN = 0.05, 0.15
-TIMED_COLUMNS, TIMED_QUERIES, TIMED_KEYS = 448, 64, 2048
+#: any share from 0.02 to 0.08 (docs/experiments/few-queries.md). The second one: from WIDE_COLUMNS of K and V on, where tiles
+#: of one head take 8 % longer than estimated. The third one: of more columns, where causal calls of up to 224 queries took 1.2
+#: to 1.3 of the estimate; of more keys, where two causal calls at head dim 24 that were predicted to gain 5 % lost more; and
+#: where no such call was timed, with fewer queries or in a window.
+MARGIN, WIDE_MARGIN, UNTIMED_MARGIN = 0.05, 0.03, 0.15
+TIMED_COLUMNS, TIMED_QUERIES, TIMED_KEYS = 448, 64, 512
 #: Rows that begin inside a sector: rows of a tile -> head dim -> so many times as long a block took; 0: of others.
 SECTOR_COSTS: dict[int, dict[int, float]] = {
     64: {24: 1.25, 40: 1.5, 56: 1.0, 72: 1.35, 0: 1.2},
@@ -150,8 +152,10 @@ def asked(problem: Problem, gpu: Gpu) -> bool:
 
 
 def _margin(problem: Problem) -> float:
-    lengths = problem.seqlen_q >= TIMED_QUERIES and problem.seqlen_k <= TIMED_KEYS
-    return MARGIN if problem.mask.measured and lengths and _columns(problem) <= TIMED_COLUMNS else UNTIMED_MARGIN
+    columns, lengths = _columns(problem), problem.seqlen_q >= TIMED_QUERIES and problem.seqlen_k <= TIMED_KEYS
+    if not (problem.mask.measured and lengths and columns <= TIMED_COLUMNS):
+        return UNTIMED_MARGIN
+    return WIDE_MARGIN if columns >= few_tiles.WIDE_COLUMNS else MARGIN
 
 
 def _filled(problem: Problem) -> float:
