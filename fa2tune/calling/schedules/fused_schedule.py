@@ -74,7 +74,7 @@ SHORT_US, SHORT_MARGIN = 45.0, -0.05
 #: Parts of groups must be by this one; of predictions within PARTS_TIE of the least the fewest parts, which move the least.
 PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
 #: Whether dense calls of up to so many microseconds have kernels started before the one before them ends; what that saves, with
-#: divisors from the host: 1.3 to 7.7 in 29 calls, 3.3 in the median (docs/experiments/divisors.md). By how much it may be
+#: divisors from the host: 1.5 to 13 in 44 calls, 3.3 in the median (docs/experiments/divisors.md). By how much it may be
 #: predicted to be slower than a row with BESIDE, where that takes so many microseconds at most.
 EARLY_START, EARLY_START_US, EARLY_SAVES_US, EARLY_MARGIN, SLOWER_US = True, 400.0, 3.0, -0.025, 120.0
 #: What the order of packed tiles by length costs (LONGER_FIRST): the kernel before writes it, and the first tile waits for it;
