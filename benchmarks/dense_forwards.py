@@ -97,6 +97,8 @@ def wide_candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     third = {**usual, "STAGES": 3, "O_THROUGH": "q"}
     if usual["STAGES"] == 2 and problem.head_dim == problem.head_dim_v:  # O has the shape of Q
         made += [third, {**third, "PINGPONG": False}, {**third, "PINGPONG": False, "Q_IN_REGISTERS": False}]
+    if row.get("DIVISORS"):
+        made = [{**one, "DIVISORS": True} for one in made]
     return {label(one): one for one in made}
 
 

@@ -360,7 +360,7 @@ class Explanation:
         said += [
             f"{one.kernel}: {one.form}, not as the row has it, which is expected to be faster."
             for one in self.kernels
-            if one.form
+            if one.form and one.split is None
         ]
         said += [
             f"bwd: {split_backward_schedule.about(one.order)}, which is expected to be faster."

@@ -230,10 +230,8 @@ def _type(variant: Variant, spec: Specialization, config: Config, name: str, lay
         return f"*{dtype}"
     if name in variant.floats:
         return "fp32"
-    wide = name.startswith("by_") or (
-        name.startswith("stride_") and spec.wide
-    )  # by_: a divisor, kernels/lib/division.py
-    return "i64" if wide else "i32"
+    divisor = name.startswith("by_")  # kernels/lib/division.py
+    return "i64" if divisor or (name.startswith("stride_") and spec.wide) else "i32"
 
 
 def _divisibility(variant: Variant, spec: Specialization, name: str, kind: str) -> int:

@@ -33,7 +33,12 @@ def of_bands(tiles: int, band: int, batch: int, heads: int, group: int) -> dict[
 
 
 def divisor(number: int) -> int:
-    """Of 1 <= number < 2^31, for dividends from 0 to 2^31 - 1."""
+    """Of 1 <= number < 2^31, for dividends from 0 to 2^31 - 1.
+
+    Raises ValueError for another number: a call without heads or rows runs no kernel.
+    """
+    if not 1 <= number < 1 << 31:
+        raise ValueError(f"number must be from 1 to {(1 << 31) - 1} but is {number}: no kernel divides by it")
     if number == 1:
         return 0
     doublings = (number - 1).bit_length()

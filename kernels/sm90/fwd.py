@@ -436,19 +436,11 @@ def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
     return min(tiles, sm_count * space.PROGRAMS[config["maxnreg"]])
 
 
-def _heads_in_band(problem: Problem, config: Config) -> int:
-    """Of HEADS_PER_WAVE 0, as the kernel has it."""
-    hooks = problem.mask.hooks
-    if hooks.left or not hooks.right:
-        return 1
-    return space.band_within_l2(problem.seqlen_k, sum(space.columns(problem.specialization, config)))
-
-
 def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
     if not config.get("DIVISORS"):
         return dict.fromkeys(BY, 0)
     tiles = problem.query_tiles(config["BLOCK_M"]) // problem.batch
-    band = config["HEADS_PER_WAVE"] or _heads_in_band(problem, config)
+    band = config["HEADS_PER_WAVE"] or space.heads_in_band(problem, sum(space.columns(problem.specialization, config)))
     return {"HEADS_PER_WAVE": band, **of_bands(tiles, band, problem.batch, problem.heads_q, problem.group)}
 
 

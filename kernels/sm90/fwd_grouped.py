@@ -294,9 +294,8 @@ def fwd_hopper_grouped_kernel(
 def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
     if problem.extent.ragged:
         return dict.fromkeys(("band", *BY), 0)
-    heads, hooks, band = problem.batch * fwd_grouped.query_heads(problem, config), problem.mask.hooks, 1
-    if hooks.right and not hooks.left:
-        band = fwd.band_within_l2(problem.seqlen_k, sum(narrow_columns(problem.specialization)))
+    heads = problem.batch * fwd_grouped.query_heads(problem, config)
+    band = fwd.heads_in_band(problem, sum(narrow_columns(problem.specialization)))
     tiles = problem.query_tiles(config["BLOCK_M"] // config["MEMBERS"]) // problem.batch
     times = -(-problem.group // config["MEMBERS"])
     numbers = tiles * band, band, heads % band or 1, problem.group, times, problem.heads_kv

@@ -263,8 +263,8 @@ SPACE = SearchSpace(
         "DYNAMIC": (False, True),  # the next tile that no program has taken, by a counter
         "BESIDE": (False, True),  # lse, delta and zeros prepared overlapped with the first tiles, or before
         "FINISH_BESIDE": (False, True),  # and dQ made of its sums overlapped with the last ones, or after
-        # each kernel started before the one before it ends, for whose end it waits; not searched: calls of a few microseconds
-        # have it (fa2tune/calling/schedules/fused_schedule.py)
+        # each kernel started before the one before it ends, for whose end it waits; not searched: short calls have it
+        # (fa2tune/calling/schedules/fused_schedule.py)
         "EARLY_START": added(False, older=False),
         # key tiles add to dQ in a fixed order; not searched: deterministic calls have it
         # (fa2tune/calling/schedules/turns_schedule.py)

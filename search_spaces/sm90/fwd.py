@@ -267,6 +267,13 @@ def band_within_l2(seqlen_k: int, columns: int) -> int:
     return 1 << max(0, min(64, held).bit_length() - 1)
 
 
+def heads_in_band(problem: Problem, columns: int) -> int:
+    """Of HEADS_PER_WAVE 0, as kernels/lib/hopper_forward.py has it."""
+    hooks = problem.mask.hooks
+    longest_last = hooks.right and not hooks.left
+    return band_within_l2(problem.seqlen_k, columns) if longest_last else 1
+
+
 SPACE = SearchSpace(
     name="fwd_hopper",
     dimensions={

@@ -9,7 +9,7 @@ from test_early_start_choice import SPLIT, check_fallback, choices, posed
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, serving
-from fa2tune.calling.schedules import forward_schedule, fused_schedule
+from fa2tune.calling.schedules import forward_schedule, fused_schedule, split_backward_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.fleet import precompile
 from fa2tune.rows.row import MEASURED
@@ -74,9 +74,12 @@ def test_split_backwards_have_them_where_no_kernel_starts_early(monkeypatch: pyt
     assert all(choice.config["DIVISORS"] for choice in choices(SPLIT[2]).values())
 
 
-def test_long_split_backwards_have_not() -> None:
-    found = choices(posed(2, 8, 4096, 4096, 256, CAUSAL))
-    assert not any(choice.config.get("DIVISORS") for choice in found.values())
+@pytest.mark.parametrize(("queries", "us", "have"), [(850, 93, True), (900, 108, False), (4096, 1086, False)])
+def test_split_backwards_about_the_limit(queries: int, us: float, have: bool) -> None:
+    problem = posed(4, 6, queries, queries, 256, CAUSAL)
+    found = choices(problem)
+    assert all(choice.config.get("DIVISORS", False) == have for choice in found.values())
+    assert split_backward_schedule.predicted_us(problem, found, 1, H200) == pytest.approx(us, rel=0.02)
 
 
 @pytest.mark.parametrize("problem", [*SHORT, SPLIT[0]], ids=str)
@@ -96,7 +99,10 @@ def test_the_rows_own_config_serves_where_the_form_cannot_be_had() -> None:
 
 
 def test_explain_says_so() -> None:
-    row, few = (str(serving.explain_problem(problem, H200)) for problem in (SHORT[0], SHORT[1]))
-    assert "fwd: divisors from the host, not as the row has it" in row or "divisors from the host, with a config" in row
-    assert "few tiles" in few
-    assert "divisors from the host" not in str(serving.explain_problem(LONG[0], H200))
+    short = posed(4, 6, 300, 300, 192, FULL)
+    assert "fwd: divisors from the host, not as the row has it" in str(serving.explain_problem(short, H200))
+    for other in (
+        LONG[0],
+        posed(14, 1, 212, 212, 192, FULL),
+    ):  # the last one's keys are in one tile: another kernel runs
+        assert "fwd: divisors from the host" not in str(serving.explain_problem(other, H200))

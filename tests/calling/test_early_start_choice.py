@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -75,6 +76,28 @@ def test_short_split_backwards(problem: Problem) -> None:
 def test_long_ones_do_not(problem: Problem) -> None:
     for deterministic in (False, True):
         assert not any(choice.config.get("EARLY_START") for choice in choices(problem, deterministic).values())
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize(("queries", "us", "starts"), [(2100, 345, True), (2500, 502, False)])
+def test_fused_backwards_about_the_limit(queries: int, us: float, starts: bool) -> None:
+    """Of EARLY_START_US, both alone on the GPU."""
+    problem = posed(4, 16, queries, queries, 96, CAUSAL)
+    config = choices(problem)["bwd_fused"].config
+    assert not config["BESIDE"] and config["EARLY_START"] == starts
+    assert fused_schedule.least_us(problem, config, H200) == pytest.approx(us, rel=0.02)
+
+
+@pytest.mark.usefixtures("early")
+def test_early_starts_save_less_of_a_packed_backward() -> None:
+    """Its kernels divide."""
+    dense = posed(2, 3, 600, 600, 96, CAUSAL)
+    packed = replace(dense, batch=1, seqlen_q=1200, seqlen_k=1200, extent=Extent(RAGGED, 2, 600))
+    alone = fused_schedule.apart(choices(dense)["bwd_fused"].of_row.config)
+    for problem, saves in ((dense, fused_schedule.EARLY_SAVES_US), (packed, fused_schedule.PACKED_EARLY_SAVES_US)):
+        times = [fused_schedule.predicted_us(problem, {**alone, "EARLY_START": early}, H200) for early in (False, True)]
+        assert times[0] - times[1] == pytest.approx(saves)
+    assert fused_schedule.PACKED_EARLY_SAVES_US < fused_schedule.EARLY_SAVES_US
 
 
 def test_none_without_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

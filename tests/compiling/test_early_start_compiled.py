@@ -1,5 +1,6 @@
 """Where machine code lets the next kernel start (PREEXIT) and waits for the one before (ACQBULK), with EARLY_START: nothing of
-another kernel's is loaded before, whatever the compilers move. tests/compiling/test_hopper.py has the large kernels."""
+another kernel's is loaded before, whatever the compilers move. tests/compiling/test_hopper.py has the large kernels. And that
+kernels of short calls divide nothing."""
 
 from __future__ import annotations
 
@@ -22,11 +23,15 @@ MEMORY = re.compile(r"\b(ACQBULK|PREEXIT|LDG|STG|RED|ATOMG)\b")
 
 
 def order(variant: Variant, config: dict[str, Any], dim: int, extent: str = DENSE) -> list[str]:
-    spec = Specialization("bf16", dim, dim, "causal", extent=extent)
+    return MEMORY.findall(listed(variant, Specialization("bf16", dim, dim, "causal", extent=extent), config))
+
+
+def listed(variant: Variant, spec: Specialization, config: dict[str, Any]) -> str:
+    """Its disassembly."""
     binary = compiler.build(variant, spec, compiler.binary_config(variant, config), 90)
     assert limits.after_compile(binary, H200) is None
     command = [compiler.tool("nvdisasm"), "--print-code", "--no-dataflow", binary.cubin_path]
-    return MEMORY.findall(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("dim", [32, 96])
@@ -71,3 +76,25 @@ def test_what_writes_the_order_of_packed_tiles(early: bool) -> None:
     without, longer = (order(prepare, {**its_config, "LONGER_FIRST": first}, 64, RAGGED) for first in (False, True))
     assert its_config["LONGER_FIRST"] and longer.count("STG") > without.count("STG")
     assert (longer[0] == "PREEXIT") == early
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "left"),
+    [("fwd", (64, 64), 4), ("fwd", (192, 128), 3), ("bwd_dq", (192, 192), 0), ("bwd_dkdv", (192, 192), 0)],
+    ids=str,
+)
+def test_kernels_with_divisors_from_the_host_divide_by_nothing_else(
+    name: str, dims: tuple[int, int], left: int
+) -> None:
+    """A 32-bit division takes the reciprocal of the divisor as a float. What is left in a forward is one for each of its roles,
+    by the number of programs, which a call of one round of tiles skips."""
+    variant, spec = registry.variant_named(f"sm90/{name}"), Specialization("bf16", *dims, "causal")
+    sent, divided = (
+        len(
+            re.findall(
+                r"\bI2F\.(?:U32\.)?RP\b", listed(variant, spec, {**variant.space.default(spec, 90), "DIVISORS": one})
+            )
+        )
+        for one in (True, False)
+    )
+    assert sent == left and divided >= 10

@@ -12,8 +12,10 @@ from gpu_in_python import PythonGpu
 from kernel_values import Fault, Int
 from test_computed_in_python import BACKWARDS, FORWARDS, SPLIT, TOP_LEFT, Call, check_backward, check_forward
 
-from fa2tune.kernels.lib import division
-from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.kernels.lib import division, hopper_forward
+from fa2tune.search_spaces.sm90 import fwd
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+from fa2tune.spec.problem import Problem
 
 MOST = 2**31 - 1
 DIVISORS = {"DIVISORS": True}
@@ -51,6 +53,12 @@ def test_a_divisor_fits_its_argument() -> None:
     assert all(0 <= division.divisor(number) < 2**37 for number in numbers())
 
 
+@pytest.mark.parametrize("number", [0, -1, 2**31])
+def test_what_no_kernel_divides_by(number: int) -> None:
+    with pytest.raises(ValueError, match=f"number must be from 1 to 2147483647 but is {number}"):
+        division.divisor(number)
+
+
 @pytest.mark.parametrize(("tiles", "band", "heads"), [(3, 4, 10), (5, 1, 7), (2, 16, 6), (1, 3, 3), (7, 22, 50)])
 def test_tiles_in_bands(tiles: int, band: int, heads: int) -> None:
     """Every tile of every head once, bands of heads one after the other, inside a band the heads fastest."""
@@ -74,8 +82,20 @@ def test_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any], more: dic
 @pytest.mark.parametrize("heads", [(6, 2), (5, 5), (3, 1)], ids=str)
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, TOP_LEFT], ids=str)
 def test_heads_in_the_band_that_suits_the_length(gpu: PythonGpu, heads: tuple[int, int], mask: Any) -> None:
-    """HEADS_PER_WAVE 0: what the kernel works out the host sends."""
+    """HEADS_PER_WAVE 0: the host sends it."""
     check_forward(gpu, Call(((130, 200),), heads, (64, 64), mask, batch=2), {"HEADS_PER_WAVE": 0, **DIVISORS})
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, TOP_LEFT, band(100, 0), band(100, 100)], ids=str)
+@pytest.mark.parametrize("columns", [64, 320, 512])
+def test_the_host_sends_the_band_that_the_kernel_works_out(mask: Mask, columns: int) -> None:
+    hooks, found = mask.hooks, set()
+    in_band = kernels_in_python.in_python(hopper_forward.heads_in_band)
+    for keys in (1, 200, 1023, 1024, 1025, 8191, 16384, 100_000, 1 << 20):
+        sent = fwd.heads_in_band(Problem("bf16", 1, 2, 2, 100, keys, 64, 64, mask), columns)
+        assert sent == int(in_band(Int(keys), columns, hooks.right and not hooks.left))
+        found.add(sent)
+    assert (1 in found) and (len(found) > 3) == (mask.name in (CAUSAL.name, TOP_LEFT.name))
 
 
 @pytest.mark.parametrize("more", BANDS, ids=str)

@@ -69,14 +69,15 @@ LONG_BYTES, LONG_MARGIN = 400e6, -0.04
 PARTS_ALONE, PARTS_ROWS = -0.03, 4096
 #: Alone on the GPU may be predicted to be slower by so much, less LEAST_US, where the row's form takes so many microseconds at
 #: most and query heads have key tiles for half of the multiprocessors: of seven such calls, timed in both forms, it was faster
-#: in all, by 1 to 28 %. Of fewer tiles the row's form is overestimated.
+#: in all, by 1 to 28 %. Of fewer tiles the row's form is overestimated. With EARLY_START.
 SHORT_US, SHORT_MARGIN = 45.0, -0.05
 #: Parts of groups must be by this one; of predictions within PARTS_TIE of the least the fewest parts, which move the least.
 PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
-#: Whether dense calls of up to so many microseconds have kernels started before the one before them ends; what that saves, with
-#: divisors from the host: 1.5 to 13 in 44 calls, 3.3 in the median (docs/experiments/divisors.md). By how much it may be
-#: predicted to be slower than a row with BESIDE, where that takes so many microseconds at most.
-EARLY_START, EARLY_START_US, EARLY_SAVES_US, EARLY_MARGIN, SLOWER_US = True, 400.0, 3.0, -0.025, 120.0
+#: Whether dense calls of up to so many microseconds start kernels before the one before ends; by how much that may be predicted
+#: to be slower than a row with BESIDE, where such a row takes so many microseconds at most (docs/experiments/divisors.md).
+EARLY_START, EARLY_START_US, EARLY_MARGIN, SLOWER_US = True, 400.0, -0.025, 120.0
+#: What it saves with divisors from the host, and of packed calls, whose kernels divide.
+EARLY_SAVES_US, PACKED_EARLY_SAVES_US = 3.0, 1.3
 #: What the order of packed tiles by length costs (LONGER_FIRST): the kernel before writes it, and the first tile waits for it;
 #: and for each 128 sequences more. In two raced calls of 171 and 201 sequences, which gain nothing else, it was about 3.
 ORDER_US, ORDER_STEP_US = 1.5, 0.5
@@ -331,8 +332,7 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
     chunks_of_head = _chunks(problem)
     chunks = problem.batch * problem.heads_q * chunks_of_head
     rows = problem.batch * problem.heads_q * problem.seqlen_q
-    if problem.extent.ragged:  # whole chunks of each sequence
-        rows = chunks * bwd_fused.CHUNK
+    rows = chunks * bwd_fused.CHUNK if problem.extent.ragged else rows  # whole chunks of each sequence
     fixed = CALL_US + LAUNCH_US + END_US + parts_us(problem, parts, gpu, form.query_parts)
     others = 132 / sm_count  # what all multiprocessors do together, other GPUs do as much slower
     if rows * row.finished > gpu.l2_bytes:
@@ -342,7 +342,7 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
         prepared = max(END_US, chunks * bwd_fused.CHUNK * before)
         ended = _over(costs, heads, band, Programs(min(tiles, sm_count), 0, 0.0, 0.0), exact)
         ended = _with_memory(ended, fetched, gpu) if fetched else ended
-        saved = EARLY_SAVES_US if form.early_start else 0.0
+        saved = (PACKED_EARLY_SAVES_US if problem.extent.ragged else EARLY_SAVES_US) if form.early_start else 0.0
         if form.longer_first:
             saved -= ORDER_US + problem.extent.sequences // 128 * ORDER_STEP_US
         return fixed + LAUNCH_US + prepared + ended + rows * after - saved
@@ -426,9 +426,9 @@ def started_early(config: Config) -> Config:
 
 def all_forms(problem: Problem, choice: Choice, arch: int) -> Iterator[Config]:
     """Every config of other machine code that some dense call may have by ``of_dense`` in place of a row's."""
-    yield from (found := [form for form, _ in forms(problem, choice, arch)])
-    if EARLY_START and covers(choice.variant, problem):
-        yield from (started_early(form) for form in [choice.config, *found] if not form["BESIDE"])
+    found = [form for form, _ in forms(problem, choice, arch)]
+    early = [choice.config, *found] if EARLY_START and covers(choice.variant, problem) else []
+    yield from [*found, *(started_early(form) for form in early if not form["BESIDE"])]
 
 
 def least_us(problem: Problem, config: Config, gpu: Gpu, below: float = math.inf) -> float:

@@ -30,7 +30,8 @@ from fa2tune.spec.variant import Variant
 #: dK/dV's; launches are among the ends. And how much of the share of columns that are not computed a block saves, and the ends.
 BLOCK_US, ENDS_US = {DQ: 1.70, DKDV: 1.68}, {DQ: 8.35, DKDV: 6.16}
 BLOCKS_SAVE, ENDS_SAVE = 0.73, 0.59
-SHORT_US = 100.0  #: dense calls of up to so many microseconds have DIVISORS, and where it can be EARLY_START
+#: Dense calls of up to so many microseconds, one kernel after the other, have DIVISORS, and where it can be EARLY_START.
+SHORT_US = 100.0
 COLUMNS = 512  #: of Q and V together, where none is saved
 CALL_US = 0.2
 ORDER_US = 3.0  #: of the launch that puts packed tiles in their order, before each of dQ's kernel and delta's
