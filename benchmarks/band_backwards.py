@@ -138,10 +138,7 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.argument("form", type=click.Choice(list(FORMS)), required=False)
 @click.argument("records", nargs=-1, type=click.Path(exists=True, path_type=Path))
-@side_by_side.share_option
-@click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
-@click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
+@side_by_side.timing_options
 def main(
     form: str | None, records: tuple[Path, ...], share: slice, seconds: float, out: Path | None, shown: Path | None
 ) -> None:

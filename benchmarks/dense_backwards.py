@@ -512,10 +512,7 @@ def line(name: str, call: Mapping[str, Any]) -> str:
     "--drawing", type=click.Path(exists=True, path_type=Path), help="Of this record of one drawing (.json.gz)."
 )
 @click.option("--only", multiple=True, help="The call of this name (a 6), and no others.")
-@side_by_side.share_option
-@click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
-@click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
+@side_by_side.timing_options
 @marked.page_option
 def main(listed: bool, predicted: bool, keys: bool, forms: str | None, drawing: Path | None, only: tuple[str, ...],
          share: slice, seconds: float, out: Path | None, shown: Path | None, page: Path | None) -> None:  # fmt: skip

@@ -194,10 +194,7 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.option(
     "--compile", "compiled", is_flag=True, help="Compile what would be timed on an H200, on all cores; no GPU."
 )
-@side_by_side.share_option
-@click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
-@click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
+@side_by_side.timing_options
 def main(records: tuple[Path, ...], listed: bool, every: int | None, dims: tuple[int, ...], wide: bool, compiled: bool,
          share: slice, seconds: float, out: Path | None, shown: Path | None) -> None:  # fmt: skip
     if shown is not None:

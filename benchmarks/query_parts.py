@@ -106,10 +106,7 @@ def in_parts_now(_problem: Problem, choices: Mapping[str, Choice], _call: Mappin
 @click.option(
     "--drawing", "records", type=click.Path(exists=True, path_type=Path), multiple=True, help="Calls of these."
 )
-@side_by_side.share_option
-@click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
-@click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
+@side_by_side.timing_options
 def main(
     listed: bool, records: tuple[Path, ...], share: slice, seconds: float, out: Path | None, shown: Path | None
 ) -> None:

@@ -222,6 +222,20 @@ share_option = click.option(
 )  # fmt: skip
 
 
+def timing_options(command: Callable[..., None]) -> Callable[..., None]:
+    """--share, --seconds, --out and --table of a script that times calls and keeps a record of them."""
+    for option in (
+        click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times."),
+        click.option(
+            "--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again."
+        ),
+        click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long."),
+        share_option,
+    ):
+        command = option(command)
+    return command
+
+
 def in_share(problems: Mapping[str, Any], share: slice) -> dict[str, Any]:
     """Those of one share."""
     return dict(list(problems.items())[share])
