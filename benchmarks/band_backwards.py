@@ -9,7 +9,8 @@ RECORD: of benchmarks/random_calls.py. ``bands``: calls that are not started ear
 multiprocessors, in the row's bands and in others. ``order``: calls whose row has another order than "together", in both.
 ``finish``: calls that are started early, with dQ finished early, after the main kernel, and all kernels one after the other.
 ``beside``: calls whose row has BESIDE, as it is, and alone on the GPU with each kernel started early, or one after the other.
-Checks and times are those of benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
+Kernels that start early also have their divisors from the host, which is timed with it. Checks and times are those of
+benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@
 Of each call what serves it without the form, the same with it, and what its row names, in the same number of parts. Of head
 dims above 128, which the split kernels serve, one kernel after the other; where both are expected to be faster at a time, in
 that order, too. --drawing: of records of benchmarks/random_calls.py the calls that are served with the form now, and took
-LONGER microseconds or more. Checks and times are those of benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
+LONGER microseconds or more. Kernels with the form also have their divisors from the host (kernels/lib/division.py): both are
+timed together. Checks and times are those of benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ import click
 from packed import PACKINGS, Packing
 
 from fa2tune.search_spaces.portable.packed_order import ALL
+from fa2tune.search_spaces.sm90.fwd import L2_BYTES
 
 MULTIPROCESSORS = 132
 OVERHEAD = {"forward": 1.0, "backward": 3.0, "dq": 2.0}  #: blocks, of 128 keys, of 64 or 128 queries, of 128 keys
-L2_BYTES = 32 << 20  #: as kernels/lib/hopper_forward.py has it
 SHUFFLES = 12
 #: Blocks before the end of a tile at which a forward's program takes the next one (kernels/lib/hopper_queue.py), whose producer
 #: is so many stages ahead.
