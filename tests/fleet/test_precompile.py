@@ -570,7 +570,21 @@ def test_the_command_compiles_what_calls_then_find(
     assert all(str(entry.about["kernel"]) in done.output for entry in File(made).entries.values())
     assert made.read_bytes() == kernels.read_bytes()  # whichever process makes it
 
-    explain = ("explain", "-v", "--gpu", "h200", "--headdim", "64", "--causal", "--cache", cache)
+    explain = (
+        "explain",
+        "-v",
+        "--gpu",
+        "h200",
+        "--headdim",
+        "64",
+        "--causal",
+        "--batch",
+        "4",
+        "--heads",
+        "32",
+        "--cache",
+        cache,
+    )
     assert "compiled at the first call: there is no file of binaries" in run(*explain).output
     monkeypatch.setenv("FA2TUNE_CACHE", str(cache))
     assert "compiled at the first call: there is no file of binaries" in run(*explain).output
