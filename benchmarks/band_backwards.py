@@ -137,19 +137,13 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
-@click.argument("form", type=click.Choice(list(FORMS)), required=False)
-@click.argument("records", nargs=-1, type=click.Path(exists=True, path_type=Path))
-@side_by_side.timing_options
+@side_by_side.of_drawings(FORMS)
 def main(
-    form: str | None, records: tuple[Path, ...], share: slice, seconds: float, out: Path | None, shown: Path | None
+    form: str, records: tuple[Path, ...], share: slice, seconds: float, out: Path | None, shown: Path | None
 ) -> None:
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
-    if form is None or not records:
-        raise click.UsageError(
-            "got no form or no record, wanted one of " + ", ".join(FORMS) + ", and files of drawings"
-        )
     problems = dict(list(drawn(records, form, gpus.named("h200")).items())[share])
     record = side_by_side.begun(out, {"environment": side_by_side.environment(), "form": form})
 

@@ -17,7 +17,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -234,6 +234,28 @@ def timing_options(command: Callable[..., None]) -> Callable[..., None]:
     ):
         command = option(command)
     return command
+
+
+def of_drawings(forms: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """FORM and RECORD... before ``timing_options``, of a script that times drawn calls in one of several forms; without --table
+    both must be there."""
+    names = list(forms)
+
+    def given(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def checked(form: str | None, records: tuple[Path, ...], shown: Path | None, **others: Any) -> None:
+            if shown is None and (form is None or not records):
+                raise click.UsageError(
+                    f"got no form or no record, wanted one of {', '.join(names)}, and files of drawings"
+                )
+            command(form=form, records=records, shown=shown, **others)
+
+        taken = click.argument("records", nargs=-1, type=click.Path(exists=True, path_type=Path))(
+            timing_options(checked)
+        )
+        return click.argument("form", type=click.Choice(names), required=False)(taken)
+
+    return given
 
 
 def in_share(problems: Mapping[str, Any], share: slice) -> dict[str, Any]:

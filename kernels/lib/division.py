@@ -5,6 +5,7 @@ that loads does four to seven of them one after the other before it asks for any
 A divisor is one 64-bit argument whose name begins with ``by_``: 32 bits of a multiplier, and above them a shift. () stands for
 one that the host has not sent: the kernel divides."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import triton
@@ -28,8 +29,12 @@ class Divisors(NamedTuple):
 
 def of_bands(tiles: int, band: int, batch: int, heads: int, group: int) -> dict[str, int]:
     """The arguments BY: of ``tiles`` a head, given out in bands of so many of batch * heads."""
-    numbers = tiles * band, band, batch * heads % band or 1, heads, group
-    return {name: divisor(one) for name, one in zip(BY, numbers, strict=True)}
+    return divisors(BY, tiles * band, band, batch * heads % band or 1, heads, group)
+
+
+def divisors(names: Sequence[str], *numbers: int) -> dict[str, int]:
+    """Arguments of these names."""
+    return {name: divisor(one) for name, one in zip(names, numbers, strict=True)}
 
 
 def divisor(number: int) -> int:
@@ -57,14 +62,27 @@ def divide(dividend, number, by):
 
 
 @gluon.jit
+def divide_with_rest(dividend, number, by):
+    """(dividend // number, dividend % number), as ``divide`` has them."""
+    quotient = divide(dividend, number, by)
+    if len(by) > 0:
+        return quotient, dividend - quotient * number
+    else:
+        return quotient, dividend % number
+
+
+@gluon.jit
 def banded(index, tiles, heads, heads_per_wave, by):
-    """(tile, head) of a place in the order of bands, by ``Divisors`` that are there; a place behind the last one has any."""
+    """(tile, head, band) of a place in the order of bands, by ``Divisors``; a place behind the last one has any numbers."""
     band = divide(index, tiles * heads_per_wave, by.band)
     first = band * heads_per_wave
     width = gl.maximum(gl.minimum(heads - first, heads_per_wave), 1)  # the last band may be narrower
     inside = index - band * (tiles * heads_per_wave)
-    tile = gl.where(width < heads_per_wave, divide(inside, width, by.rest), divide(inside, width, by.width))
-    return tile, first + inside - tile * width
+    if len(by.band) > 0:
+        tile = gl.where(width < heads_per_wave, divide(inside, width, by.rest), divide(inside, width, by.width))
+        return tile, first + inside - tile * width, band
+    else:
+        return inside // width, first + inside % width, band
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.division import divide
+from fa2tune.kernels.lib.division import banded, divide
 from fa2tune.kernels.lib.hopper import mbarrier, named_barrier_arrive_if, named_barrier_sync
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts, squares_of, tiles_in, used_of
 from fa2tune.kernels.lib.warps import WARP, WARPGROUP
@@ -161,16 +161,7 @@ def tile_of(turn, tiles, heads, heads_per_wave, by, BLOCK_M: gl.constexpr, LONGE
     comes, any numbers. Bands of heads as in tile_and_head of lib/common.py; under a causal mask every other band has its
     shortest tiles first, the last one its longest, so that a round that spans two bands has tiles of one length."""
     index = turn * gl.num_programs(0) + _lane(turn)
-    band = divide(index, tiles * heads_per_wave, by.band)
-    first = band * heads_per_wave
-    width = gl.maximum(gl.minimum(heads - first, heads_per_wave), 1)  # the last band may be narrower
-    inside = index - band * (tiles * heads_per_wave)
-    if len(by.band) > 0:
-        tile = gl.where(width < heads_per_wave, divide(inside, width, by.rest), divide(inside, width, by.width))
-        head = first + inside - tile * width
-    else:
-        tile = inside // width
-        head = first + inside % width
+    tile, head, band = banded(index, tiles, heads, heads_per_wave, by)
     if LONGEST_LAST:
         longest_first = (divide(heads + heads_per_wave - 1, heads_per_wave, by.width) - band) % 2 == 1
         tile = gl.where(longest_first, tiles - 1 - tile, tile)

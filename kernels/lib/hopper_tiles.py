@@ -5,7 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.division import banded, divide
+from fa2tune.kernels.lib.division import banded, divide, divide_with_rest
 from fa2tune.kernels.lib.hopper import mbarrier
 from fa2tune.kernels.lib.hopper_blocks import blocks_of_part, query_blocks
 from fa2tune.kernels.lib.hopper_packed import received_work
@@ -125,15 +125,7 @@ def work(lap, taken, call, form):
         lane = gl.where(lap % 2 == 0, lane, programs - 1 - lane)
     index = taken if form.DYNAMIC else lap // together * programs + lane
     heads = call.batch * call.heads_kv
-    if len(call.by.band) > 0:
-        tile, head = banded(index, shares, heads, call.heads_per_wave, call.by)
-    else:
-        band = index // (shares * call.heads_per_wave)
-        first_head = band * call.heads_per_wave
-        width = gl.maximum(gl.minimum(heads - first_head, call.heads_per_wave), 1)  # the last band may be narrower
-        inside = index - band * (shares * call.heads_per_wave)
-        head = first_head + inside % width
-        tile = inside // width
+    tile, head, _band = banded(index, shares, heads, call.heads_per_wave, call.by)
     alive = index < shares * heads
     if form.PAIRS:
         other = tiles - 1 - tile
@@ -146,10 +138,9 @@ def work(lap, taken, call, form):
         start_n, call.seqlen_q, call.seqlen_k, call.window, form.BLOCK_M, BLOCK_N, form.QUERY_BLOCKS, form.LEFT_BOUNDED
     )
     if form.QUERY_PARTS:
-        part = head - divide(head, call.group, call.by.group) * call.group
+        _, part = divide_with_rest(head, call.group, call.by.group)
         first, full, end = blocks_of_part(part, call.group, call.by.group, first, full, end)
-    b = divide(head, call.heads_kv, call.by.heads)
-    h_kv = head - b * call.heads_kv if len(call.by.heads) > 0 else head % call.heads_kv
+    b, h_kv = divide_with_rest(head, call.heads_kv, call.by.heads)
     return alive, b, h_kv, start_n, first, full, end, rotation
 
 

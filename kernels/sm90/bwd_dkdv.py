@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import tile_and_head
-from fa2tune.kernels.lib.division import BY, Divisors, banded, divide, of_bands
+from fa2tune.kernels.lib.division import BY, Divisors, banded, divide_with_rest, of_bands
 from fa2tune.kernels.lib.extent import packed_tiles
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
@@ -242,9 +242,8 @@ def bwd_dkdv_hopper_kernel(
         tiles, heads = gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv
     if DIVISORS:
         by = Divisors((by_band,), (by_width,), (by_rest,), (by_heads,), (by_group,))
-        number, head = banded(gl.program_id(0), tiles, heads, HEADS_PER_WAVE, by)
-        b = divide(head, heads_kv, by.heads)
-        h_kv = head - b * heads_kv
+        number, head, _band = banded(gl.program_id(0), tiles, heads, HEADS_PER_WAVE, by)
+        b, h_kv = divide_with_rest(head, heads_kv, by.heads)
     else:
         number, head = tile_and_head(tiles, heads, HEADS_PER_WAVE, False)
         b = head // heads_kv

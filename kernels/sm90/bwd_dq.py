@@ -5,7 +5,7 @@ the other half reads."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.division import BY, Divisors, banded, divide, of_bands
+from fa2tune.kernels.lib.division import BY, Divisors, banded, divide, divide_with_rest, of_bands
 from fa2tune.kernels.lib.extent import packed_tiles
 from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, tma_store_wait
 from fa2tune.kernels.lib.hopper_dq import (
@@ -154,11 +154,10 @@ def bwd_dq_hopper_kernel(
         tiles, heads = gl.cdiv(seqlen_q, BLOCK_M), batch * heads_q
     if DIVISORS:
         by = Divisors((by_band,), (by_width,), (by_rest,), (by_heads,), (by_group,))
-        number, head = banded(gl.program_id(0), tiles, heads, HEADS_PER_WAVE, by)
+        number, head, _band = banded(gl.program_id(0), tiles, heads, HEADS_PER_WAVE, by)
         if LAST_FIRST:
             number = tiles - 1 - number
-        b = divide(head, heads_q, by.heads)
-        h = head - b * heads_q
+        b, h = divide_with_rest(head, heads_q, by.heads)
         h_kv = divide(h, group, by.group)
     else:
         number, head = _tile(tiles, heads, HEADS_PER_WAVE, LAST_FIRST)

@@ -6,7 +6,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.division import BY, Divisors, divisor, of_bands
+from fa2tune.kernels.lib.division import BY, Divisors, divisors, of_bands
 from fa2tune.kernels.lib.hopper import (
     PACKED_ROWS,
     await_kernel_before,
@@ -456,12 +456,11 @@ def _divisors(problem: Problem, config: Config) -> dict[str, int]:
     shares = triton.cdiv(tiles, 2 if config["PAIRS"] else 1)
     group = problem.heads_kv // problem.heads_q if config.get("QUERY_PARTS") else problem.group
     prepared, finished = space.padded_rows(problem) // bwd_prepare.ROWS, triton.cdiv(problem.seqlen_q, bwd_finish.ROWS)
-    heads = divisor(problem.heads_q)
     return {
         "key_heads": problem.heads_kv,
         **of_bands(shares, config["HEADS_PER_WAVE"], problem.batch, problem.heads_kv, group),
-        **dict(zip(bwd_prepare.BY, (divisor(prepared), heads), strict=True)),
-        **dict(zip(bwd_finish.BY, (divisor(finished), heads), strict=True)),
+        **divisors(bwd_prepare.BY, prepared, problem.heads_q),
+        **divisors(bwd_finish.BY, finished, problem.heads_q),
     }
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.division import BY, Divisors, divide, of_bands
+from fa2tune.kernels.lib.division import BY, Divisors, divide_with_rest, of_bands
 from fa2tune.kernels.lib.hopper import PACKED_ROWS, fence_async_shared, mbarrier, tma_store_wait, warpgroup_mma_wait
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
@@ -92,16 +92,6 @@ def _tile_of(turn, share, call, form):
 
 
 @gluon.jit
-def _entry_and_head(head, call):
-    """Of a head that is counted over the batch."""
-    b = divide(head, call.heads_q, call.by.heads)
-    if len(call.by.heads) > 0:
-        return b, head - b * call.heads_q
-    else:
-        return b, head % call.heads_q
-
-
-@gluon.jit
 def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work, CONSUMER: gl.constexpr, form):
     """This group's rows of a program's turn-th tile. ahead: its first block's scores, if Q_STAGES is 2. Returns what the next
     tile is called with: (ahead, done, start_m, head, end_q, seqlen_q, seqlen_k). RAGGED: the last two are its sequence's, which
@@ -124,7 +114,7 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
         s = ahead
     if AT_FIRST:
         start_m, head = _tile_of(turn, share, call, form)
-        b, h = _entry_and_head(head, call)
+        b, h = divide_with_rest(head, call.heads_q, call.by.heads)
     offset = share.offset
     if form.RAGGED:
         offset = seqlen_k - seqlen_q
@@ -169,7 +159,7 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
     if form.RAGGED:
         sequence, query_head = sequence_of(queue, turn, 4), head
     else:
-        sequence, query_head = _entry_and_head(head, call)
+        sequence, query_head = divide_with_rest(head, call.heads_q, call.by.heads)
     seen = Seen(rows, offset, seqlen_k, window, below, done, call.score, sequence, query_head)
     s = with_term(s, (below - 1) * form.BLOCK_N, seen, form)
     s = form.HIDE(s, rows, (below - 1) * form.BLOCK_N, offset, seqlen_k, window, s_layout)
@@ -268,7 +258,7 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
         gl.store(out.lse + head.to(gl.int64) * seqlen_q + rows, word, mask=rows < seqlen_q)
         row = first
         if not AT_FIRST:
-            b, h = _entry_and_head(head, call)
+            b, h = divide_with_rest(head, call.heads_q, call.by.heads)
     if form.O_THROUGH == "halves":
         store_in_halves(o, out.o, b, h, row, smem.o, CONSUMER)
     else:

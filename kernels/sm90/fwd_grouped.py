@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import LOWEST
-from fa2tune.kernels.lib.division import divisor
+from fa2tune.kernels.lib.division import divisors
 from fa2tune.kernels.lib.hopper import PACKED_ROWS, fence_async_shared, mbarrier, tma_store_wait, warpgroup_mma_wait
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
@@ -298,8 +298,7 @@ def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
     band = fwd.heads_in_band(problem, sum(narrow_columns(problem.specialization)))
     tiles = problem.query_tiles(config["BLOCK_M"] // config["MEMBERS"]) // problem.batch
     times = -(-problem.group // config["MEMBERS"])
-    numbers = tiles * band, band, heads % band or 1, problem.group, times, problem.heads_kv
-    return {"band": band, **{name: divisor(one) for name, one in zip(BY, numbers, strict=True)}}
+    return {"band": band, **divisors(BY, tiles * band, band, heads % band or 1, problem.group, times, problem.heads_kv)}
 
 
 def _workspaces(problem: Problem, config: Config) -> Workspaces:

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import LOWEST
-from fa2tune.kernels.lib.division import divide, divisor
+from fa2tune.kernels.lib.division import divide, divisors
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
     mbarrier,
@@ -114,7 +114,7 @@ def fwd_hopper_one_tile_kernel(
 
 def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
     tiles = problem.query_tiles(config["BLOCK_M"]) // problem.batch
-    return {"by_tiles": divisor(tiles), "by_heads": divisor(problem.heads_q), "by_group": divisor(problem.group)}
+    return divisors(("by_tiles", "by_heads", "by_group"), tiles, problem.heads_q, problem.group)
 
 
 VARIANT = Variant(

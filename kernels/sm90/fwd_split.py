@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import LOWEST
-from fa2tune.kernels.lib.division import divisor
+from fa2tune.kernels.lib.division import divisors
 from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
@@ -287,8 +287,7 @@ def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
     if problem.extent.ragged:
         return dict.fromkeys(BY, 0)
     tiles = problem.query_tiles(config["BLOCK_M"]) // problem.batch
-    numbers = tiles, problem.group, config["SPLITS"], problem.heads_kv
-    return {name: divisor(one) for name, one in zip(BY, numbers, strict=True)}
+    return divisors(BY, tiles, problem.group, config["SPLITS"], problem.heads_kv)
 
 
 def _workspaces(problem: Problem, config: Config) -> Workspaces:

@@ -168,7 +168,7 @@ def test_a_fault_of_packed_parts_is_found(gpu: SplitGpu, monkeypatch: pytest.Mon
     """All parts have all keys; sums go where another sequence's do."""
     known = kernels_in_python._NAMES
     changed = {
-        "part_of_blocks": lambda below, blocks, part, parts: (below, blocks, blocks > 0),
+        "part_of_blocks": lambda below, blocks, part, parts, by: (below, blocks, blocks > 0),
         "packed_place": lambda head, start, end_q, rows, sequence, call, parts: key_parts.Place(
             0, start, 0, head // parts // call.group, head // parts % call.group, head % parts, sequence
         ),

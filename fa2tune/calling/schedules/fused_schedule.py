@@ -329,10 +329,10 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
     costs = _tile_us(problem, group, form, parts if form.query_parts else 1)
     fetched = _fetched(problem, group, heads, row, form, gpu)
     band, tiles = min(form.heads_per_wave, heads), len(costs) * heads
-    chunks_of_head = _chunks(problem)
-    chunks = problem.batch * problem.heads_q * chunks_of_head
-    rows = problem.batch * problem.heads_q * problem.seqlen_q
-    rows = chunks * bwd_fused.CHUNK if problem.extent.ragged else rows  # whole chunks of each sequence
+    chunks_of_head, query_heads = _chunks(problem), problem.batch * problem.heads_q
+    chunks = query_heads * chunks_of_head
+    # packed: whole chunks of each sequence
+    rows = chunks * bwd_fused.CHUNK if problem.extent.ragged else query_heads * problem.seqlen_q
     fixed = CALL_US + LAUNCH_US + END_US + parts_us(problem, parts, gpu, form.query_parts)
     others = 132 / sm_count  # what all multiprocessors do together, other GPUs do as much slower
     if rows * row.finished > gpu.l2_bytes:
@@ -343,9 +343,8 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
         ended = _over(costs, heads, band, Programs(min(tiles, sm_count), 0, 0.0, 0.0), exact)
         ended = _with_memory(ended, fetched, gpu) if fetched else ended
         saved = (PACKED_EARLY_SAVES_US if problem.extent.ragged else EARLY_SAVES_US) if form.early_start else 0.0
-        if form.longer_first:
-            saved -= ORDER_US + problem.extent.sequences // 128 * ORDER_STEP_US
-        return fixed + LAUNCH_US + prepared + ended + rows * after - saved
+        order = ORDER_US + problem.extent.sequences // 128 * ORDER_STEP_US if form.longer_first else 0.0
+        return fixed + LAUNCH_US + prepared + ended + rows * after + order - saved
     # every program prepares a share of what the main kernel begins with, and some go on with the rest
     # (sm90/bwd_prepare_overlapped.py)
     share, whole, helpers = _helpers(problem, parts, sm_count, form.finish_overlapped)
@@ -497,4 +496,5 @@ def about(choice: Choice) -> str:
         words.append("alone on the GPU")
     words += [f"in bands of up to {config['HEADS_PER_WAVE']} heads"] if banded else []
     words += ["longer sequences first"] if longer else []
-    return ", ".join([*words, "kernels started early"] if early else words)
+    words += ["kernels started early"] if early else []
+    return ", ".join(words)
