@@ -355,8 +355,8 @@ class Chooser:
             few = forward_schedule.is_for_few_tiles(problem, config, row)
             if model is forward_schedule:
                 config = forward_schedule.with_divisors(problem, row, config, self.gpu.sm_count)
-            own = variant.suited(problem, row.config) if few or config.get("DIVISORS") else None
-            return Choice(variant, config, rows[id(row)].given, answer, few, own)
+            otherwise = variant.suited(problem, row.config) if few or config.get("DIVISORS") else None
+            return Choice(variant, config, rows[id(row)].given, answer, few, otherwise)
         found = rows[id(forward_schedule.of_like_work(problem, served, able))]
         assert found.variant is not None
         choice = Choice(found.variant, found.variant.suited(problem, found.row.config), found.given, answer)

@@ -484,8 +484,8 @@ def about(choice: Choice) -> str:
     if own is None or choice.few_tiles:
         return ""
     if choice.variant.space is not bwd_fused.SPACE:
-        early = ("the next kernel " if choice.variant.space is bwd_dq.SPACE else "") + "started early"
-        said = {early: config.get("EARLY_START"), "divisors from the host": config.get("DIVISORS")}
+        start = ("the next kernel " if choice.variant.space is bwd_dq.SPACE else "") + "started early"
+        said = {start: config.get("EARLY_START"), "divisors from the host": config.get("DIVISORS")}
         return ", ".join(words for words, holds in said.items() if holds)
     halved, early = config["BLOCK_M"] != own["BLOCK_M"], bool(config.get("EARLY_START"))
     ordered, longer = config["ORDER"] != own["ORDER"], bool(config.get("LONGER_FIRST"))
