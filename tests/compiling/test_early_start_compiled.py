@@ -97,4 +97,4 @@ def test_kernels_with_divisors_from_the_host_divide_by_nothing_else(
         )
         for one in (True, False)
     )
-    assert sent == left and divided >= 10
+    assert sent == left and divided >= left + 4  # of Triton 3.9 the least, 4 of bwd_dq; of 3.6 it is 10
