@@ -82,6 +82,16 @@ def test_split_backwards_about_the_limit(queries: int, us: float, have: bool) ->
     assert split_backward_schedule.predicted_us(problem, found, 1, H200) == pytest.approx(us, rel=0.02)
 
 
+def test_split_backwards_that_are_short_because_kernels_run_at_a_time_have_them() -> None:
+    problem = posed(1, 1, 987, 10898, 152, FULL)
+    found, limit = choices(problem), split_backward_schedule.SHORT_US
+    order = split_backward_schedule.order_of(problem, found, {}, H200)
+    assert order and split_backward_schedule.predicted_us(problem, found, 1, H200) > 1.1 * limit
+    splits = split_backward_schedule.key_parts(problem, found, {}, H200)
+    assert split_backward_schedule.predicted_us(problem, found, 1, H200, order, splits=splits) < limit
+    assert all(choice.config["DIVISORS"] and choice.otherwise for choice in found.values())
+
+
 @pytest.mark.parametrize("problem", [*SHORT, SPLIT[0]], ids=str)
 def test_binaries_are_made_ahead(problem: Problem) -> None:
     """Of the config that serves, from what precompile asks of the row's."""

@@ -15,8 +15,7 @@ from functools import lru_cache
 from fa2tune.calling.schedules.tile_order import busiest, columns_of_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.lib.hopper import SECTOR
-from fa2tune.search_spaces.sm90.fwd import PROGRAMS, ROWS, SPACE, of_tiles, suited, third_stage
-from fa2tune.search_spaces.sm90.fwd import columns as hopper_columns
+from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, of_tiles, suited, third_stage
 from fa2tune.spec import visits
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
@@ -70,9 +69,11 @@ THIRD_STAGE, THIRD_STAGE_START = 0.92, 1.0
 #: tiles of 64 rows a block took so many times as long, as two programs gain less by each other; of larger tiles 1.00 to 1.15
 #: (dense_forwards_never.json.gz).
 NARROW_PART_DIMS, NARROW_PART = (128, 160), 1.2
-#: Keys of a dense call from which on a block takes longer where Q is read from shared memory and V has fewer columns: of the
-#: three raced calls of such head dims those of 1114 and 1766 keys take 1.14 and 1.11 of the time so, that of 80 keys 0.93.
-KEPT_KEYS = 640
+#: Of dense calls of so many keys or more whose head dims differ: a block of 128 rows and 64 keys where products read Q from
+#: shared memory, over one where registers hold it, with maxima; and with norms, where groups take no turns. With turns and
+#: norms both are level. 18 raced pairs: 1.04 to 1.20, 1.01 to 1.14, 0.98 to 1.02; of 80 keys 0.93
+#: (docs/experiments/few-tiles.md).
+KEPT_KEYS, Q_READ, Q_READ_NORMS = 512, 1.12, 1.07
 #: Rows that begin in the midst of a sector of 32 bytes, those of head dims that are no multiples of 16, are slow to load, the
 #: more so the more often tiles load K and V: rows of a tile -> head dim -> so many times as long a block took; 0: of others
 #: (docs/experiments/few-tiles.md).
@@ -124,14 +125,17 @@ def _at(values: Sequence[float], columns: float, between: int = 128) -> float:
     return values[first] + (values[first + 1] - values[first]) * (place - first)
 
 
-def q_read_cost(spec: Specialization, config: Config) -> float:
-    """How many times as long key blocks take where products of Q and K read Q from shared memory, not from registers: cycles
-    of what a block's products read there and its loads write, 128 bytes each, over those of 2048 multiplications each."""
-    if config["Q_IN_REGISTERS"] or PROGRAMS[config["maxnreg"]] > 1:
+def q_read_cost(problem: Problem, config: Config) -> float:
+    """How many times as long key blocks take where products of Q and K read Q from shared memory, not from registers."""
+    apart = problem.head_dim != problem.head_dim_v and not problem.extent.ragged
+    if not apart or problem.seqlen_k < KEPT_KEYS:
         return 1.0
-    groups, keys = config["BLOCK_M"] // ROWS, config["BLOCK_N"] // ROWS
-    d, dv = hopper_columns(spec, SPACE.completed(config))
-    return max(1.0, (groups * d + (groups + 1) * (d + dv) * keys) / (2 * groups * (d + dv) * keys))
+    tiles = config["BLOCK_M"], config["BLOCK_N"], PROGRAMS[config["maxnreg"]]
+    if tiles != (128, 64, 1) or config["Q_IN_REGISTERS"]:
+        return 1.0
+    if config["RESCALE"] == "never":
+        return 1.0 if config["PINGPONG"] else Q_READ_NORMS
+    return Q_READ
 
 
 def columns(problem: Problem, config: Config) -> int:
@@ -158,9 +162,7 @@ def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | N
     if config == third_stage(problem.specialization, config):
         block *= THIRD_STAGE
         start += THIRD_STAGE_START
-    if problem.head_dim_v < problem.head_dim and problem.seqlen_k >= KEPT_KEYS and not problem.extent.ragged:
-        block *= q_read_cost(problem.specialization, config)
-    return launch, block * sector_cost(problem, config), start
+    return launch, block * q_read_cost(problem, config) * sector_cost(problem, config), start
 
 
 def _never(problem: Problem, config: Config) -> tuple[float, float, float]:

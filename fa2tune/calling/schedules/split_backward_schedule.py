@@ -30,7 +30,7 @@ from fa2tune.spec.variant import Variant
 #: dK/dV's; launches are among the ends. And how much of the share of columns that are not computed a block saves, and the ends.
 BLOCK_US, ENDS_US = {DQ: 1.70, DKDV: 1.68}, {DQ: 8.35, DKDV: 6.16}
 BLOCKS_SAVE, ENDS_SAVE = 0.73, 0.59
-#: Dense calls of up to so many microseconds, one kernel after the other, have DIVISORS, and where it can be EARLY_START.
+#: Dense calls of up to so many microseconds have DIVISORS, and where it can be EARLY_START.
 SHORT_US = 100.0
 COLUMNS = 512  #: of Q and V together, where none is saved
 CALL_US = 0.2
@@ -87,11 +87,12 @@ def in_short_form(problem: Problem, choices: dict[str, Choice], gpu: Gpu) -> dic
     if problem.extent.ragged or not of_hopper(problem, choices):
         return choices
     parts = group_parts_schedule.parts_of(problem, DKDV, choices[DKDV], gpu)
-    if predicted_us(problem, choices, parts, gpu) > SHORT_US:
+    splits = key_parts(problem, choices, {DKDV: parts}, gpu)
+    order = order_of(problem, choices, {DKDV: parts, DQ: splits}, gpu)
+    if predicted_us(problem, choices, parts, gpu, order, splits=splits) > SHORT_US:
         return choices
     copied = parts > 1 and group_parts.copies(problem)
-    in_parts = {DKDV: parts, DQ: key_parts(problem, choices, {DKDV: parts}, gpu)}
-    early = fused_schedule.EARLY_START and not copied and order_of(problem, choices, in_parts, gpu) != DQ_FIRST
+    early = fused_schedule.EARLY_START and not copied and order != DQ_FIRST
     return {
         kernel: replace(one, config=_short(one.config, early), otherwise=one.otherwise or one.config)
         for kernel, one in choices.items()
