@@ -31,7 +31,8 @@ from fa2tune.spec.variant import Variant
 BLOCK_US, ENDS_US = {DQ: 1.70, DKDV: 1.68}, {DQ: 8.35, DKDV: 6.16}
 BLOCKS_SAVE, ENDS_SAVE = 0.73, 0.59
 #: Dense calls of up to so many microseconds have DIVISORS, and where it can be EARLY_START.
-SHORT_US = 100.0
+#: Those that take more than so many times as long, one kernel after the other, are not asked what both take at a time.
+SHORT_US, MOST_SAVED = 100.0, 3.0
 COLUMNS = 512  #: of Q and V together, where none is saved
 CALL_US = 0.2
 ORDER_US = 3.0  #: of the launch that puts packed tiles in their order, before each of dQ's kernel and delta's
@@ -87,6 +88,8 @@ def in_short_form(problem: Problem, choices: dict[str, Choice], gpu: Gpu) -> dic
     if problem.extent.ragged or not of_hopper(problem, choices):
         return choices
     parts = group_parts_schedule.parts_of(problem, DKDV, choices[DKDV], gpu)
+    if predicted_us(problem, choices, parts, gpu) > MOST_SAVED * SHORT_US:
+        return choices
     splits = key_parts(problem, choices, {DKDV: parts}, gpu)
     order = order_of(problem, choices, {DKDV: parts, DQ: splits}, gpu)
     if predicted_us(problem, choices, parts, gpu, order, splits=splits) > SHORT_US:
