@@ -44,7 +44,7 @@ from fa2tune.compiling.registry import variant_named
 from fa2tune.fleet.precompile import BinaryJob
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
-from fa2tune.search_spaces.sm90.fwd import of_tiles, third_stage
+from fa2tune.search_spaces.sm90.fwd import in_v_halves, of_tiles, third_stage
 from fa2tune.spec.problem import Config, Problem, head_dim_parts
 from fa2tune.spec.score import NONE
 
@@ -54,7 +54,7 @@ SHOWN, MOST_SHARED, FEW_QUERIES = 5, 4, 128
 LONG = 512  #: from so many keys on forms are tried with RESCALE "never", too
 #: What is named of a config.
 NAMED = ("BLOCK_M", "BLOCK_N", "Q_STAGES", "STAGES", "RESCALE", "IN_PARTS", "HEADS_PER_WAVE", "maxnreg", "O_THROUGH")
-YES_NO = {"PINGPONG": "in turn", "Q_IN_REGISTERS": "Q kept", "NUMBERED": "numbered"}
+YES_NO = {"PINGPONG": "in turn", "Q_IN_REGISTERS": "Q kept", "NUMBERED": "numbered", "V_HALVES": "V in halves"}
 
 
 def is_wide(problem: Problem) -> bool:
@@ -97,6 +97,8 @@ def wide_candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     third = {**usual, "STAGES": 3, "O_THROUGH": "q"}
     if usual["STAGES"] == 2 and problem.head_dim == problem.head_dim_v:  # O has the shape of Q
         made += [third, {**third, "PINGPONG": False}, {**third, "PINGPONG": False, "Q_IN_REGISTERS": False}]
+    if halves := in_v_halves(problem.specialization):
+        made += [halves, {**halves, "PINGPONG": False}, {**halves, "RESCALE": "never"}]
     if row.get("DIVISORS"):
         made = [{**one, "DIVISORS": True} for one in made]
     return {label(one): one for one in made}

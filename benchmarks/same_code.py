@@ -9,10 +9,10 @@ names, the kernels that run before and after it, and bwd_delta are compared, eac
 its own: Triton's key holds no fields of named tuples. What the first passes make of a kernel, which inline all device
 functions, is compared first: where that is the same, so is what follows from it. Everything else is compiled from both trees.
 The files and their JSON copies are rewritten only if the machine code of all binaries is the same, instruction by instruction:
-a measurement belongs to the code that ran. The same PTX counts as the same code, because on a busy host ptxas assigned the
-spill slots of one and the same PTX differently. Line numbers are left out, because ptxas may order the same instructions
-differently when they move, and a kernel may have another name. Needs no GPU, but the Triton that made the rows; run it once per
-version.
+a measurement belongs to the code that ran. Rows then have the hash of the new machine code, too: it covers what a launch
+passes. The same PTX counts as the same code, because on a busy host ptxas assigned the spill slots of one and the same PTX
+differently. Line numbers are left out, because ptxas may order the same instructions differently when they move, and a kernel
+may have another name. Needs no GPU, but the Triton that made the rows; run it once per version.
 
 `fa2tune cache renew` does without OLD_TREE, by the hash of machine code that rows keep.
 
@@ -38,10 +38,11 @@ import click
 
 from fa2tune.compiling import compiler, registry
 from fa2tune.compiling.fingerprint import triton_version
+from fa2tune.launching import machine_code
 from fa2tune.rows import reader, record
 from fa2tune.rows.row import Row
 from fa2tune.rows.store import Store
-from fa2tune.spec.problem import BACKWARD
+from fa2tune.spec.problem import BACKWARD, Specialization
 
 HERE = Path(__file__).parent.parent
 
@@ -162,6 +163,20 @@ def _hash(hashes: dict[str, str], row: Row) -> str | None:
     return hashes.get(row.source, hashes.get(older))
 
 
+def _binary_hash(row: Row) -> str:
+    """As ``machine_code`` makes it of the row's config, with the sources that are here."""
+    spec, arch = row.key.specialization(), machine_code.arch_of(row)
+    return _binary_hash_of(row.key.kernel, spec, json.dumps(row.config, sort_keys=True), arch)
+
+
+@cache
+def _binary_hash_of(kernel: str, spec: Specialization, config: str, arch: int) -> str:
+    found, why = machine_code.of_config(kernel, spec, json.loads(config), arch)
+    if why:
+        raise click.ClickException(f"{kernel}, {config}: {why}")
+    return found
+
+
 def _entry(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
     return {name: json.loads(value) for name, _, value in (text.partition("=") for text in given)}
 
@@ -195,11 +210,13 @@ def main(old_tree: Path, files: tuple[Path, ...], lacking: dict[str, Any]) -> No
     if changed:
         raise click.ClickException(f"not the same, so nothing was written: {changed[0][0]}")
     renewed = {id(row) for row in fresh_then}
+
+    def as_now(row: Row) -> Row:
+        row = replace(_completed(row, lacking), kernel_hash=_hash(after, row) or "")
+        return replace(row, binary_hash=_binary_hash(row)) if machine_code.known(row.binary_hash) else row
+
     for path, found in tables.items():
-        kept = [
-            replace(_completed(row, lacking), kernel_hash=_hash(after, row) or "") if id(row) in renewed else row
-            for row in found
-        ]
+        kept = [as_now(row) if id(row) in renewed else row for row in found]
         with tempfile.TemporaryDirectory() as folder:
             store = Store(Path(folder) / "rows.sqlite")
             store.put(kept)

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.division import banded, divide
 from fa2tune.kernels.lib.hopper import mbarrier, named_barrier_arrive_if, named_barrier_sync
+from fa2tune.kernels.lib.hopper_halves import load_halves, pass_halves
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts, squares_of, tiles_in, used_of
 from fa2tune.kernels.lib.warps import WARP, WARPGROUP
 from fa2tune.search_spaces.portable import fwd_norms
@@ -40,6 +41,7 @@ class Form(NamedTuple):
     WIDEST: gl.constexpr  #: columns of the wider of Q and V
     USED_D: gl.constexpr  #: of those of Q and K, the first ones that are not all zeros
     STAGES: gl.constexpr
+    V_HALVES: gl.constexpr  #: V's ring is that of lib/hopper_halves.py, and STAGES are K's
     Q_STAGES: gl.constexpr
     PINGPONG: gl.constexpr
     RESCALE: gl.constexpr
@@ -191,6 +193,15 @@ def load_q(q, b, h, start_m, turn, smem, barriers, FIRST: gl.constexpr, LAST: gl
 
 
 @gluon.jit
+def _load_k(k, b, h, row, entry, smem, barriers, form):
+    """K of a key block, from key ``row`` on, into its entry of the ring."""
+    stage = entry % form.STAGES
+    await_room(barriers.k_empty, entry, K_EMPTY, form)
+    expect_parts(k, barriers.k_ready.index(stage))
+    load_parts(k, b, h, row, barriers.k_ready.index(stage), smem.k, stage)
+
+
+@gluon.jit
 def produce(q, k, v, smem, barriers, call, form):
     """One warp: the tiles of Q, K and V, in the order in which the consumers want them. q, k, v: tuples of their parts."""
     FIRST: gl.constexpr = (
@@ -208,17 +219,26 @@ def produce(q, k, v, smem, barriers, call, form):
         below = form.BLOCKS_BELOW(start_m + form.BLOCK_M, seqlen_q, seqlen_k, window, form.BLOCK_N)
         n_blocks = below - form.FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, form.BLOCK_N)
         load_q(q, b, h, start_m, turn, smem, barriers, 0, FIRST, form)
-        for j in range(n_blocks):
-            stage = (done + j) % form.STAGES
-            row = (below - 1 - j) * form.BLOCK_N  # the last block, the one under the mask, comes first
-            await_room(barriers.k_empty, done + j, K_EMPTY, form)
-            expect_parts(k, barriers.k_ready.index(stage))
-            load_parts(k, b, h_kv, row, barriers.k_ready.index(stage), smem.k, stage)
-            if j == 0:
-                load_q(q, b, h, start_m, turn, smem, barriers, FIRST, form.GROUPS, form)
-            await_room(barriers.v_empty, done + j, V_EMPTY, form)
-            expect_parts(v, barriers.v_ready.index(stage))
-            load_parts(v, b, h_kv, row, barriers.v_ready.index(stage), smem.v, stage)
+        if form.V_HALVES:  # K one block ahead of V, whose room is given back later
+            last = (below - 1) * form.BLOCK_N
+            _load_k(k, b, h_kv, last, done, smem, barriers, form)
+            load_q(q, b, h, start_m, turn, smem, barriers, FIRST, form.GROUPS, form)
+            for j in range(n_blocks):
+                if j + 1 < n_blocks:
+                    _load_k(k, b, h_kv, last - (j + 1) * form.BLOCK_N, done + j + 1, smem, barriers, form)
+                load_halves(v, b, h_kv, last - j * form.BLOCK_N, done + j, smem, barriers)
+        else:
+            for j in range(n_blocks):
+                stage = (done + j) % form.STAGES
+                row = (below - 1 - j) * form.BLOCK_N  # the last block, the one under the mask, comes first
+                await_room(barriers.k_empty, done + j, K_EMPTY, form)
+                expect_parts(k, barriers.k_ready.index(stage))
+                load_parts(k, b, h_kv, row, barriers.k_ready.index(stage), smem.k, stage)
+                if j == 0:
+                    load_q(q, b, h, start_m, turn, smem, barriers, FIRST, form.GROUPS, form)
+                await_room(barriers.v_empty, done + j, V_EMPTY, form)
+                expect_parts(v, barriers.v_ready.index(stage))
+                load_parts(v, b, h_kv, row, barriers.v_ready.index(stage), smem.v, stage)
         done += n_blocks
     await_last(barriers, done, form)
 
@@ -253,8 +273,11 @@ def skip_blocks(start_m, done, alive, seqlen_q, seqlen_k, window, barriers, CONS
             await_turn(CONSUMER)
             signal_next_turn(CONSUMER, form.GROUPS)
         release(barriers.k_empty, entry, True, K_EMPTY, form)
-        mbarrier.wait(barriers.v_ready.index(entry % form.STAGES), (entry // form.STAGES) & 1)
-        release(barriers.v_empty, entry, True, V_EMPTY, form)
+        if form.V_HALVES:
+            pass_halves(entry, barriers)
+        else:
+            mbarrier.wait(barriers.v_ready.index(entry % form.STAGES), (entry // form.STAGES) & 1)
+            release(barriers.v_empty, entry, True, V_EMPTY, form)
     return done + unseen
 
 
@@ -327,6 +350,12 @@ def repack(p, WORDS: gl.constexpr = False):
     elif WORDS:
         p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=1)
     return p
+
+
+@gluon.jit
+def repacked(p, form):
+    """``repack`` of what is carried, or of both of its halves."""
+    return (repack(p[0], form.RAGGED), repack(p[1], form.RAGGED)) if form.V_HALVES else repack(p, form.RAGGED)
 
 
 @gluon.constexpr_function

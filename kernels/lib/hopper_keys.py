@@ -19,6 +19,7 @@ from fa2tune.kernels.lib.hopper_forward import (
     sum_parts,
     to_carry,
 )
+from fa2tune.kernels.lib.hopper_halves import add_halves, halves_to_carry, release_halves
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     product_layout,
@@ -80,32 +81,44 @@ def over_keys(
         entry = seen.done + j
         v_stage = (entry - 1) % form.STAGES
         s_next = issue_scores(q_tile, smem, barriers, entry, True, CONSUMER, form)
-        mbarrier.wait(barriers.v_ready.index(v_stage), ((entry - 1) // form.STAGES) & 1)
-        o_next = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_stage), acc)
+        if form.V_HALVES:
+            o_next = add_halves(p, acc, entry - 1, smem, barriers)
+        else:
+            mbarrier.wait(barriers.v_ready.index(v_stage), ((entry - 1) // form.STAGES) & 1)
+            o_next = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_stage), acc)
         if form.PINGPONG:
             signal_next_turn(CONSUMER, form.GROUPS)
-        s = warpgroup_mma_wait(len(acc), deps=[s_next])
+        s = warpgroup_mma_wait(2 * len(acc) if form.V_HALVES else len(acc), deps=[s_next])
         release(barriers.k_empty, entry, True, K_EMPTY, form)
         column = (seen.below - 1 - j) * form.BLOCK_N
         s = with_term(s, column, seen, form)
         if MASK:
             s = form.HIDE(s, seen.rows, column, seen.offset, seen.seqlen_k, seen.window, s_layout)
         if RESCALE == "never":
+            if form.V_HALVES:
+                acc = products_done(o_next)
+                release_halves(entry - 1, barriers)
             weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
             total += sum_parts(weights)
         else:
             new_peak = gl.maximum(peak, gl.max(s, 1) * qk_scale)
             if RESCALE == "lazy":
                 new_peak = gl.where(new_peak - peak > 8.0, new_peak, peak)
+            if form.V_HALVES:  # before the exponentials: half of the next block's V has no other room
+                acc = products_done(o_next)
+                release_halves(entry - 1, barriers)
             shrink = gl.exp2(peak - new_peak)
             weights = gl.exp2(gl.fma(s, qk_scale, -new_peak[:, None]))
             total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + sum_parts(
                 weights
             )
             peak = new_peak
-        next_p = to_carry(weights, dtype, p_layout, AS_PAIRS)
-        acc = products_done(o_next)
-        release(barriers.v_empty, entry - 1, True, V_EMPTY, form)
+        if form.V_HALVES:
+            next_p = halves_to_carry(weights, dtype, p_layout)
+        else:
+            next_p = to_carry(weights, dtype, p_layout, AS_PAIRS)
+            acc = products_done(o_next)
+            release(barriers.v_empty, entry - 1, True, V_EMPTY, form)
         if RESCALE != "never":
             acc = shrunk(acc, shrink, RESCALE == "lazy")
         p = next_p

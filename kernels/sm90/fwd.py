@@ -24,7 +24,7 @@ from fa2tune.kernels.lib.hopper_forward import (
     q_again,
     quotients,
     release,
-    repack,
+    repacked,
     signal_next_turn,
     skip_blocks,
     sum_parts,
@@ -33,6 +33,7 @@ from fa2tune.kernels.lib.hopper_forward import (
     turns_of,
     where_seen,
 )
+from fa2tune.kernels.lib.hopper_halves import ENTRIES, add_halves, halves_to_carry, release_halves
 from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys, with_term
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
@@ -175,13 +176,13 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
         peak = gl.where(bounded, bound - HEADROOM, peak)
     weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
     total = sum_parts(weights)
-    p = to_carry(weights, dtype, p_layout, AS_PAIRS)
+    p = halves_to_carry(weights, dtype, p_layout) if form.V_HALVES else to_carry(weights, dtype, p_layout, AS_PAIRS)
     acc = zeros_for(smem.v, ROWS)
     if form.RIGHT_BOUNDED:
         acc, total, peak, p = over_keys(
             acc, total, peak, p, 1, n_masked, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, True
         )
-    p = repack(p, form.RAGGED)
+    p = repacked(p, form)
     exact = n_masked
     if form.RESCALE == "never":
         exact = gl.where(bounded, n_clear, n_masked)
@@ -190,7 +191,7 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
         acc, total, peak, p = over_keys(
             acc, total, peak, p, n_masked, exact, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, "never", False
         )
-        p = repack(p, form.RAGGED)
+        p = repacked(p, form)
     if OWN_ADDRESSES and (form.RIGHT_BOUNDED or form.RESCALE == "never"):
         # of packed sequences under no mask the compiler knows n_blocks
         q_tile = q_again(smem.q, q_slot, n_blocks if form.RIGHT_BOUNDED or not form.RAGGED else seqlen_q, form)
@@ -198,7 +199,7 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
         acc, total, peak, p, exact, n_clear, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, False
     )
     if form.LEFT_BOUNDED:
-        p = repack(p, form.RAGGED)
+        p = repacked(p, form)
         if OWN_ADDRESSES:
             q_tile = q_again(smem.q, q_slot, call.heads_q if form.RAGGED else call.batch, form)
         acc, total, peak, p = over_keys(
@@ -226,8 +227,11 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
         s_next = issue_scores(
             used_of(tiles_in(smem.q, q_slot), form.USED_D), smem, barriers, done, more, CONSUMER, form
         )
-    mbarrier.wait(barriers.v_ready.index(v_entry % form.STAGES), (v_entry // form.STAGES) & 1)
-    acc = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_entry % form.STAGES), acc)
+    if form.V_HALVES:
+        acc = add_halves(p, acc, v_entry, smem, barriers)
+    else:
+        mbarrier.wait(barriers.v_ready.index(v_entry % form.STAGES), (v_entry // form.STAGES) & 1)
+        acc = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_entry % form.STAGES), acc)
     if form.Q_STAGES == 1:  # the divisions run beside P V
         if form.RAGGED:
             next_head, next_m, next_end, next_q, _end_k, next_k = received_tile(queue, turn + 1, 4)
@@ -239,7 +243,10 @@ def _one_tile(ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, work,
         s = warpgroup_mma_wait(len(acc), deps=[s_next])
         release(barriers.k_empty, done, more, K_EMPTY, form)
     acc = products_done(acc)
-    release(barriers.v_empty, v_entry, True, V_EMPTY, form)
+    if form.V_HALVES:
+        release_halves(v_entry, barriers)
+    else:
+        release(barriers.v_empty, v_entry, True, V_EMPTY, form)
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
     row_total = gl.sum(total, 1)
@@ -334,7 +341,7 @@ def fwd_hopper_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, RESCALE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr,
     NUMBERED: gl.constexpr, O_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, USED_D: gl.constexpr,
-    DIVISORS: gl.constexpr,
+    DIVISORS: gl.constexpr, V_HALVES: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -358,7 +365,8 @@ def fwd_hopper_kernel(
     v, o = descriptors_of(v, v_rest), descriptors_of(o, o_rest)
     q_smem = shared_for(q, Q_STAGES * GROUPS, ROWS, BLOCK_D, REST_D)
     k_smem = shared_for(k, STAGES, BLOCK_N, BLOCK_D, REST_D)
-    v_smem = shared_for(v, STAGES, BLOCK_N, BLOCK_DV, REST_DV)
+    V_SLOTS: gl.constexpr = ENTRIES if V_HALVES else STAGES
+    v_smem = shared_for(v, V_SLOTS, BLOCK_N // 2 if V_HALVES else BLOCK_N, BLOCK_DV, REST_DV)
     heads_per_wave = HEADS_PER_WAVE
     if not RAGGED and not DIVISORS and HEADS_PER_WAVE == 0:
         heads_per_wave = heads_in_band(seqlen_k, COLUMNS, LONGEST_LAST)
@@ -367,8 +375,8 @@ def fwd_hopper_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(Q_STAGES * GROUPS):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -376,6 +384,9 @@ def fwd_hopper_kernel(
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=GROUPS)
+        mbarrier.init(v_empty.index(i), count=GROUPS)
+    for i in gl.static_range(STAGES, V_SLOTS):
+        mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=GROUPS)
     queue = make_queue(order, taken, RAGGED)
     fence_async_shared()
@@ -387,7 +398,7 @@ def fwd_hopper_kernel(
         by = Divisors((by_band,), (by_width,), (by_rest,), (by_heads,), (by_group,))
     call = Call(batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, (score_first, score_second), by)
     form: gl.constexpr = Form(
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=Q_STAGES, PINGPONG=PINGPONG,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, V_HALVES=V_HALVES, Q_STAGES=Q_STAGES, PINGPONG=PINGPONG,
         RESCALE=RESCALE, Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS,
         WIDEST=WIDEST, USED_D=USED_D, NEGATE=NEGATE, APPLY=APPLY, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,
         FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED,
@@ -449,15 +460,17 @@ VARIANT = Variant(
     space=space.SPACE,
     tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "norms": "fp32",
              "q_rest": "", "k_rest": "", "v_rest": "", "o_rest": "", "order": "i32", "taken": "i32"},
-    descriptors={"q": (space.ROWS, "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
+    descriptors={"q": (space.ROWS, "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("V_KEYS", "BLOCK_DV"),
                  "o": (space.ROWS, "O_COLUMNS"),
-                 "q_rest": (space.ROWS, "REST_D"), "k_rest": ("BLOCK_N", "REST_D"), "v_rest": ("BLOCK_N", "REST_DV"),
+                 "q_rest": (space.ROWS, "REST_D"), "k_rest": ("BLOCK_N", "REST_D"), "v_rest": ("V_KEYS", "REST_DV"),
                  "o_rest": (space.ROWS, "REST_DV")},
     rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v", "o_rest": "o"},
     grid=_grid,
     constants=lambda spec, config: {
         "NEGATE": spec.negate,
         "DIVISORS": config.get("DIVISORS", False),
+        "V_HALVES": config.get("V_HALVES", False),
+        "V_KEYS": config["BLOCK_N"] // (2 if config.get("V_HALVES") else 1),
         **space.blocks(spec, config),
         "USED_D": used_columns(spec),
         "O_COLUMNS": space.o_columns(spec, config),

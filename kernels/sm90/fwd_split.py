@@ -258,7 +258,7 @@ def fwd_hopper_split_kernel(
         batch, heads_q, group, seqlen_q, seqlen_k, 0, (window_left, window_right), (score_first, score_second), by
     )  # fmt: skip
     form: gl.constexpr = Form(
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=1, PINGPONG=PINGPONG,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, V_HALVES=False, Q_STAGES=1, PINGPONG=PINGPONG,
         RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH="own", NUMBERED=NUMBERED, USED_D=USED_D,
         COLUMNS=BLOCK_D + REST_D + BLOCK_DV + REST_DV,
         WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, APPLY=APPLY, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,

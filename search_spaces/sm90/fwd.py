@@ -21,6 +21,7 @@ PROGRAMS = {0: 1, 128: 2, 80: 3}
 #: Bytes of shared memory of a multiprocessor, of which each program costs 1 KiB beside its own.
 SHARED_BYTES_SM = 228 * 1024
 PRODUCER_REGISTERS = 24  #: a thread, the fewest there are
+V_ENTRIES = 3  #: of V's ring with V_HALVES, of half a block each
 #: RESCALE "never" takes the bound of a row's scores in place of their maximum, where it lies at most so many powers of two
 #: above the highest of the row's first block. P is then smaller by as many. bf16 and float32 have 126 below 1: what is lost is
 #: a key whose P is 2^-62 of the largest. fp16 has 14, and 10 more of falling precision, but P may reach 2^HEADROOM_FP16: keys
@@ -156,6 +157,17 @@ def third_stage(spec: Specialization, config: Config) -> Config | None:
     return found if fits else None
 
 
+def in_v_halves(spec: Specialization) -> Config | None:
+    """Tiles of 128 rows and 128 keys, of dense calls, where one and a half blocks of V have room beside two of K, and two have
+    none; None: elsewhere."""
+    config = {
+        **of_tiles(spec, 2 * ROWS, 128, 0), "STAGES": 2, "Q_IN_REGISTERS": False, "NUMBERED": False, "O_THROUGH": "q",
+        "V_HALVES": True,
+    }  # fmt: skip
+    room = _shared_bytes({**config, "V_HALVES": False}, spec, 2, "q") <= _shared_limit(config)
+    return None if room or SPACE.broken(config, spec, 90) is not None else config
+
+
 def few_tiles(spec: Specialization) -> Config:
     """For packed calls of few tiles, as they were timed: half as many rows a tile, two programs a multiprocessor."""
     return {**of_tiles(spec, ROWS, 64, 128), "NUMBERED": False}
@@ -251,7 +263,9 @@ def _shared_bytes(config: Config, spec: Specialization, stages: int, o: str) -> 
     d, dv = columns(spec, config)
     rows = config["BLOCK_M"]
     o_bytes = {"own": rows * dv, "halves": rows * dv // 2, "q": 0}[o]
-    return int(2 * (config["Q_STAGES"] * rows * d + o_bytes + stages * config["BLOCK_N"] * (d + dv))) + BARRIER_BYTES
+    v_blocks = V_ENTRIES / 2 if config.get("V_HALVES") else stages
+    ring = config["BLOCK_N"] * (stages * d + v_blocks * dv)
+    return int(2 * (config["Q_STAGES"] * rows * d + o_bytes + ring)) + BARRIER_BYTES
 
 
 def _stages_used(config: Config, spec: Specialization) -> bool:
@@ -295,6 +309,8 @@ SPACE = SearchSpace(
         # divisors as kernels/lib/division.py has them, where the kernel divides otherwise; not searched: short calls have them
         # (fa2tune/calling/schedules/forward_schedule.py)
         "DIVISORS": added(False, older=False),
+        # V in three entries of half a block (kernels/lib/hopper_halves.py); not searched: not timed yet
+        "V_HALVES": added(False, older=False),
         "maxnreg": (0, 80, 128),  # registers a thread at launch; 128: two programs share a multiprocessor, 80: three
         "num_warps": (4,),
     },
@@ -358,6 +374,16 @@ SPACE = SearchSpace(
             "where the mask's file states diagonal",
             lambda config, spec, arch: (
                 config["Q_STAGES"] == 1 or not spec.mask_hooks.right or _passes_fewer(spec, config)
+            ),
+        ),
+        Constraint(
+            "halves_of_v_suit",
+            "V_HALVES with other rings",
+            "V in halves is of two blocks of 128 keys, with one Q, released at mbarriers, of dense calls",
+            lambda config, spec, arch: (
+                not config.get("V_HALVES")
+                or (config["BLOCK_N"], config["STAGES"], config["Q_STAGES"], config["NUMBERED"], spec.ragged)
+                == (128, 2, 1, False, False)
             ),
         ),
         Constraint(

@@ -345,6 +345,7 @@ def test_a_kernels_implementations_are_found_without_the_other_kernels() -> None
     }
     assert imported - {"lib", "portable", "sm80", "sm90"} == {
         "lib.ampere", "lib.common", "lib.division", "lib.extent", "lib.gluon_extent", "lib.hopper", "lib.hopper_forward",
-        "lib.hopper_grouped", "lib.hopper_key_parts", "lib.hopper_keys", "lib.hopper_parts", "lib.hopper_queue",
-        "lib.packed_order", "lib.warps", "portable.fwd", "portable.fwd_norms", "portable.packed_order", "sm80.fwd", "sm90.fwd",
+        "lib.hopper_grouped", "lib.hopper_halves", "lib.hopper_key_parts", "lib.hopper_keys", "lib.hopper_parts",
+        "lib.hopper_queue", "lib.packed_order", "lib.warps", "portable.fwd", "portable.fwd_norms", "portable.packed_order",
+        "sm80.fwd", "sm90.fwd",
     }  # fmt: skip

@@ -357,6 +357,11 @@ FORMS = (
             (160, False, "both", {"BLOCK_N": 128, "STAGES": 2, "O_THROUGH": "q"}),
         )
     ),
+    *(  # V in halves of a block
+        Form("sm90/fwd", 192, causal, {"BLOCK_N": 128, "STAGES": 2, "O_THROUGH": "q", "PINGPONG": True, "NUMBERED": False,
+                                       "IN_PARTS": "both", "V_HALVES": True, "RESCALE": rescale})
+        for causal, rescale in ((False, "lazy"), (True, "lazy"), (False, "never"))
+    ),
     *(
         Form(kernel, dim, causal, {"IN_PARTS": True, **more})
         for kernel, dim, causal, more in (

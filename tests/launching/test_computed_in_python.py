@@ -19,6 +19,7 @@ from fa2tune.compiling import registry
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching import passes
 from fa2tune.measuring import reference
+from fa2tune.search_spaces.sm90 import fwd
 from fa2tune.spec.extent import RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Config, Specialization
@@ -256,6 +257,26 @@ def test_forward_of_few_tiles(gpu: PythonGpu, dims: tuple[int, int], mask: Mask,
 @pytest.mark.parametrize(("call", "settings"), FORWARDS, ids=str)
 def test_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any]) -> None:
     check_forward(gpu, call, settings)
+
+
+#: A tile, one after the other, of one and of several blocks; rows that see no key; and a mask that passes blocks by.
+V_HALVES = [
+    (Call(((130, 520),), (2, 1), (192, 192), FULL, batch=2), {}),
+    (Call(((300, 300),), (2, 1), (176, 168), CAUSAL), {}),
+    (Call(((70, 610),), (1, 1), (184, 184), CAUSAL), {"PINGPONG": False}),
+    (Call(((390, 140),), (2, 2), (168, 168), CAUSAL), {"RESCALE": "never"}),
+    (Call(((200, 390),), (1, 1), (192, 192), FULL), {"RESCALE": "never"}),
+    (Call(((200, 90),), (2, 1), (176, 176), FULL), {"RESCALE": "now"}),
+    (Call(((300, 420),), (1, 1), (192, 192), band(150, 20)), {}),
+    (Call(((300, 300),), (1, 1), (192, 192), TOP_LEFT), {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "settings"), V_HALVES, ids=str)
+def test_forward_with_v_in_halves(gpu: PythonGpu, call: Call, settings: dict[str, Any]) -> None:
+    config = fwd.in_v_halves(Specialization("fp16", *call.dims, call.mask.name))
+    assert config is not None and config["V_HALVES"]
+    check_forward(gpu, call, {**config, **settings})
 
 
 @pytest.mark.parametrize(
