@@ -12,6 +12,7 @@ import pytest
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, registry
+from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.extent import DENSE, RAGGED
 from fa2tune.spec.problem import Specialization
@@ -97,4 +98,5 @@ def test_kernels_with_divisors_from_the_host_divide_by_nothing_else(
         )
         for one in (True, False)
     )
-    assert sent == left and divided >= left + 4  # of Triton 3.9 the least, 4 of bwd_dq; of 3.6 it is 10
+    least = 10 if triton_version().startswith("3.6") else left + 4  # 3.9 has 4 in bwd_dq
+    assert sent == left and divided >= least
