@@ -9,9 +9,10 @@ they run in this process.
 
 The files of ``COMPILING`` do little but compile, half of all that the suite has to compute, and those of ``COMPUTING`` compute
 by themselves: both have a child as well, so that all cores have work. A file that the command line names runs in this process;
-with ``--pdb`` all of them do. With ``FA2TUNE_TESTS_EVERY=6`` a sixth of the cases run of which machine code is read, and of
-each test of ``VALUES`` a third, one at least. ``FA2TUNE_GPU_SHARE=2/3`` is the second of three shares of tests/gpu, with one
-case of each test at least.
+with ``--pdb`` all of them do. With ``FA2TUNE_TESTS_EVERY=24`` a 24th of the cases run of which machine code is read, of
+each test of ``VALUES`` a twelfth, one at least, and of the tests of ``WALKS`` a third; and the interpreter does not look for
+overflow of integers, which takes half of its time. ``FA2TUNE_GPU_SHARE=2/3`` is the second of three shares of tests/gpu, with
+one case of each test at least.
 
 Tests under tests/gpu are skipped where there is no CUDA device.
 """
@@ -95,7 +96,19 @@ VALUES = frozenset(
         )),
     )
 )  # fmt: skip
-assert all(path.exists() for path in VALUES)
+#: Walks through whole programs and models, of steps that other tests take one by one.
+WALKS = frozenset(
+    TESTS / f"{name}.py"
+    for name in (
+        *(f"interpreter/test_{name}" for name in (
+            "bench", "compat_chunks", "compat_transformers", "distributed_tensors", "finetuning", "packed_order",
+        )),
+        "test_extending", "test_removing", "benchmarks/test_ship_binaries", "cli/test_tune_output", "fleet/test_renewal",
+        "fleet/test_roll_out", "fleet/test_upkeep", "measuring/test_isolation", "rows/test_bad_days",
+        *(f"tuning/run/test_{name}" for name in ("poisoned", "remaining", "settled")),
+    )
+)  # fmt: skip
+assert all(path.exists() for path in VALUES | WALKS)
 
 
 # --- the parent: one stand-in per test of a child
@@ -313,9 +326,19 @@ def patch_once_per_launch() -> None:
     interpreter._patch_lang = patch
 
 
+def look_for_no_overflow() -> None:
+    """Of integers: the interpreter computes each of their sums and products once more, in int64."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if INTERPRETED:
         patch_once_per_launch()
+        if EVERY > 1:
+            look_for_no_overflow()
     if PIPE in os.environ:
         os.nice(10)  # the parent's tests have the tighter deadlines
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit an ignored one
@@ -356,9 +379,16 @@ def number_of(item: pytest.Item) -> int:
     return zlib.crc32(item.name.partition("[")[2].encode())
 
 
+def is_left_out(item: pytest.Item) -> bool:
+    """Whether all cases of a test are, by its name: of WALKS with ``FA2TUNE_TESTS_EVERY``."""
+    return item.path in WALKS and zlib.crc32(item.name.partition("[")[0].encode()) % max(EVERY // 8, 1) != 0
+
+
 def shared_out(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     """Those that run with ``FA2TUNE_TESTS_EVERY``: of machine code that share of the cases, of values twice as many, and one
-    case of each test where none falls into it; of tests/gpu those of ``FA2TUNE_GPU_SHARE``."""
+    case of each test where none falls into it; of walks an eighth as small a share of the tests; of tests/gpu those of
+    ``FA2TUNE_GPU_SHARE``."""
+    items = [item for item in items if not is_left_out(item)]
     every = dict.fromkeys(READING, EVERY) | dict.fromkeys(VALUES, max(EVERY // 2, 1))
 
     def in_the_share(item: pytest.Item) -> bool:

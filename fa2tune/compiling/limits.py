@@ -61,8 +61,11 @@ def unrolled_fmas(variant: Variant, spec: Specialization, config: Config) -> int
 
 def before_compile(variant: Variant, spec: Specialization, config: Config, gpu: Gpu) -> Refusal | None:
     """Why ``config`` is dropped before it is compiled, or None."""
-    if (refusal := unsupported(variant, spec, gpu)) is not None:
-        return refusal
+    return unsupported(variant, spec, gpu) or refused_config(variant, spec, config, gpu)
+
+
+def refused_config(variant: Variant, spec: Specialization, config: Config, gpu: Gpu) -> Refusal | None:
+    """The same of a variant that is known to support such calls on this GPU (``unsupported``)."""
     if (why := refused_extent(variant, spec, config)) is not None:
         return Refusal("extent", why)
     broken = variant.space.broken(config, spec, gpu.arch)

@@ -248,7 +248,7 @@ def test_reading_commands_are_quick_and_import_nothing_heavy(user: Path) -> None
             done, seconds = timed([sys.executable, "-c", code, command], cwd=ROOT, env=environment)
             taken.append(seconds)
         assert not {"sqlalchemy", "torch", "triton", "optuna"} & set(done.stdout.splitlines()[-1].split())
-        assert min(taken) < 1
+        assert min(taken) < 2  # of 5,600 rows, each checked, and printed or in a digest
 
 
 # --- explain

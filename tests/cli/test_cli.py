@@ -39,15 +39,11 @@ def probe(*arguments: str) -> tuple[subprocess.CompletedProcess[str], list[str],
     return done, json.loads(done.stderr.splitlines()[-1]), seconds
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["--version"], ["cache", "--help"], ["cache", "path"], ["cache", "list"]],
-    ids=" ".join,
-)
-def test_light_commands_start_in_under_a_second_and_import_nothing_heavy(arguments: list[str]) -> None:
-    _, modules, first = probe(*arguments)
+@pytest.mark.parametrize("command", ["--help", "--version", "cache --help", "cache path"])
+def test_light_commands_start_in_under_a_second_and_import_nothing_heavy(command: str) -> None:
+    _, modules, first = probe(*command.split())
     assert not set(HEAVY) & set(modules)
-    assert min(first, *(probe(*arguments)[2] for _ in range(2))) < 1
+    assert min(first, *(probe(*command.split())[2] for _ in range(2))) < 1
 
 
 @pytest.mark.parametrize("command", COMMANDS)

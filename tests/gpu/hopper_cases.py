@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
 from fa2tune.calling import choosing, dispatch
-from fa2tune.compiling import compiler, limits, registry
+from fa2tune.compiling import compiler, limits, registry, support
+from fa2tune.gpus import Gpu
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
@@ -43,8 +44,15 @@ def specialized(kernels: Sequence[str] = KERNELS) -> list[Variant]:
 
 def legal(variant: Variant, asked: Problem) -> list[dict[str, Any]]:
     """Every config that may be launched for a problem."""
-    gpu, spec = dispatch.gpu_of(0), asked.specialization
-    return [c for c in variant.space.points() if limits.before_compile(variant, spec, c, gpu) is None]
+    return list(legal_on(variant, asked.specialization, dispatch.gpu_of(0)))
+
+
+@cache
+def legal_on(variant: Variant, spec: Specialization, gpu: Gpu) -> tuple[dict[str, Any], ...]:
+    """Every config that may be launched for such problems on a GPU: a space has up to 200,000 points to look at."""
+    if support.unsupported(variant, spec, gpu) is not None:
+        return ()
+    return tuple(c for c in variant.space.points() if limits.refused_config(variant, spec, c, gpu) is None)
 
 
 def refusal(variant: Variant, asked: Problem) -> str:

@@ -16,7 +16,7 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, TPESampler
 from optuna.trial import TrialState
 
-from fa2tune.compiling import limits
+from fa2tune.compiling import limits, support
 from fa2tune.gpus import Gpu
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import SearchSpace, Variant, implementation_of
@@ -50,8 +50,9 @@ class Legal:
 def legal(variant: Variant, spec: Specialization, gpu: Gpu) -> Legal:
     """Arithmetic only: nothing is compiled."""
     configs, refused = [], Counter[str]()
+    every = support.unsupported(variant, spec, gpu)
     for config in variant.space.points():
-        refusal = limits.before_compile(variant, spec, config, gpu)
+        refusal = every or limits.refused_config(variant, spec, config, gpu)
         if refusal is None:
             configs.append(config)
         else:
