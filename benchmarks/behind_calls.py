@@ -28,58 +28,60 @@ PASSES = ("fwd", "bwd")
 
 
 class Behind(NamedTuple):
-    """A call as it was recorded: by pass, its ratio to the best peer and which that was."""
+    """A call, and by pass what was recorded: the best peer and the ratio to it."""
 
     problem: Problem
-    ratios: Mapping[str, float]
-    peers: frozenset[str]
+    before: Mapping[str, tuple[str, float]]
+
+    @property
+    def least(self) -> float:
+        return min(ratio for _, ratio in self.before.values())
 
 
 def behind(records: Sequence[Path], below: float) -> dict[str, Behind]:
-    """Name -> call, of those of which a pass was below a ratio; lowest first. Records of several drawings are passed
-    over."""
+    """Name -> call, of those of which a pass was below a ratio; lowest first. BadParameter: a file is not of one drawing."""
     found: dict[str, Behind] = {}
     for path in records:
-        for call in json.loads(gzip.decompress(path.read_bytes())).get("calls", {}).values():
+        record = json.loads(gzip.decompress(path.read_bytes()))
+        if "calls" not in record:
+            raise click.BadParameter(f"{path} has no calls: wanted records of one drawing each", param_hint="RECORDS")
+        for call in record["calls"].values():
             known = {name: call[name] for name in PASSES if call.get(name, {}).get("ratio") is not None}
-            ratios = {name: one["ratio"] for name, one in known.items()}
-            if ratios and min(ratios.values()) < below:
-                peers = frozenset(one["best_peer"] for one in known.values())
-                found[workloads.described(posed(call))] = Behind(posed(call), ratios, peers)
-    return dict(sorted(found.items(), key=lambda one: min(one[1].ratios.values())))
+            one = Behind(posed(call), {name: (of["best_peer"], of["ratio"]) for name, of in known.items()})
+            if known and one.least < below:
+                found[workloads.described(one.problem)] = one
+    return dict(sorted(found.items(), key=lambda named: named[1].least))
 
 
 def measured(call: Behind, peers: Mapping[str, side_by_side.Peer]) -> dict[str, Any]:
-    """The call beside those peers that were the best of a pass, and "before": its ratios then."""
-    asked = {name: peer for name, peer in peers.items() if name in {side_by_side.SUBJECT, *call.peers}}
+    """The call beside those peers that were the best of a pass, and "before": its peers and ratios then."""
+    wanted = {side_by_side.SUBJECT, *(peer for peer, _ in call.before.values())}
+    asked = {name: peer for name, peer in peers.items() if name in wanted}
     found = workloads.recorded(random_calls.measured_and_served, asked, call.problem)
-    return {**found, "before": dict(call.ratios)}
+    return {**found, "before": dict(call.before)}
+
+
+def now(call: Mapping[str, Any], pass_: str) -> float | None:
+    """The ratio to the peer that was the best; None: it was not timed."""
+    return call[pass_]["ratio"] if call["before"][pass_][0] in call.get(pass_, {}).get("us", {}) else None
 
 
 def report(record: Mapping[str, Any]) -> Iterator[str]:
-    yield from (
-        *workloads.setting(record),
-        "",
-        "| call | forward, before | now | backward, before | now |",
-        "|---|---|---|---|---|",
-    )
+    yield from (*workloads.setting(record), "")
+    yield "| call | forward, x best peer | now | backward, x best peer | now |"
+    yield "|---|---|---|---|---|"
     for name, call in record["calls"].items():
         cells = []
         for pass_ in PASSES:
-            now = call.get(pass_, {})
-            cells += [
-                f"{call['before'].get(pass_, '')}",
-                f"{now.get('ratio') or ''} ({now.get('best_peer') or 'no peer'})",
-            ]
+            peer, before = call["before"].get(pass_, ("", None))
+            ratio = now(call, pass_) if peer else None
+            cells += [f"{before} ({peer})", f"{peer} not timed" if ratio is None else f"{ratio}"] if peer else ["", ""]
         yield f"| {name} | {' | '.join(cells)} |"
     for pass_ in PASSES:
-        pairs = [
-            (c["before"][pass_], c[pass_]["ratio"])
-            for c in record["calls"].values()
-            if pass_ in c and pass_ in c["before"]
-        ]
-        then = [now for before, now in pairs if before < random_calls.LEVEL and now is not None]
-        yield f"- {pass_}: {sum(now < random_calls.LEVEL for now in then)} of {len(then)} that were behind still are"
+        were = [c for c in record["calls"].values() if c["before"].get(pass_, ("", 1.0))[1] < random_calls.LEVEL]
+        ratios = [ratio for call in were if (ratio := now(call, pass_)) is not None]
+        still = sum(ratio < random_calls.LEVEL for ratio in ratios)
+        yield f"- {pass_}: {len(were)} were behind, {len(ratios)} are timed beside the same peer, {still} are behind still"
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
@@ -98,7 +100,7 @@ def main(records: tuple[Path, ...], below: float, listed: bool, share: slice, se
         raise click.UsageError("got no record, wanted files of drawings")
     calls = side_by_side.in_share(behind(records, below), share)
     if listed:
-        click.echo("\n".join(f"{name}: {dict(call.ratios)}" for name, call in calls.items()))
+        click.echo("\n".join(f"{name}: {dict(call.before)}" for name, call in calls.items()))
         return
     here = side_by_side.asked(None, workloads.PEERS)
     record = side_by_side.begun(out, {"environment": side_by_side.environment(), "peers": list(here), "seed": None})

@@ -10,9 +10,9 @@ they run in this process.
 The files of ``COMPILING`` do little but compile, half of all that the suite has to compute, and those of ``COMPUTING`` compute
 by themselves: both have a child as well, so that all cores have work. A file that the command line names runs in this process;
 with ``--pdb`` all of them do. With ``FA2TUNE_TESTS_EVERY=24`` a 24th of the cases run of which machine code is read, of
-each test of ``VALUES`` a twelfth, one at least, and of the tests of ``WALKS`` a third; and the interpreter does not look for
-overflow of integers, which takes half of its time. ``FA2TUNE_GPU_SHARE=2/3`` is the second of three shares of tests/gpu, with
-one case of each test at least.
+each test of ``VALUES`` a twelfth, one at least, and of the tests in each file of ``LONG`` a third; and the interpreter does not
+look for overflow of integers, which takes half of its time. ``FA2TUNE_GPU_SHARE=2/3`` is the second of three shares of
+tests/gpu, with one case of each test at least.
 
 Tests under tests/gpu are skipped where there is no CUDA device.
 """
@@ -96,19 +96,19 @@ VALUES = frozenset(
         )),
     )
 )  # fmt: skip
-#: Walks through whole programs and models, of steps that other tests take one by one.
-WALKS = frozenset(
+#: Tests of whole programs and models, up to minutes each.
+LONG = frozenset(
     TESTS / f"{name}.py"
     for name in (
         *(f"interpreter/test_{name}" for name in (
-            "bench", "compat_chunks", "compat_transformers", "distributed_tensors", "finetuning", "packed_order",
+            "bench", "compat_chunks", "compat_transformers", "distributed_tensors", "finetuning",
         )),
-        "test_extending", "test_removing", "benchmarks/test_ship_binaries", "cli/test_tune_output", "fleet/test_renewal",
-        "fleet/test_roll_out", "fleet/test_upkeep", "measuring/test_isolation", "rows/test_bad_days",
-        *(f"tuning/run/test_{name}" for name in ("poisoned", "remaining", "settled")),
+        "test_extending", "test_removing", "benchmarks/test_ship_binaries", "cli/test_tune_output", "fleet/test_roll_out",
+        "fleet/test_upkeep", "measuring/test_isolation", "rows/test_bad_days", "tuning/run/test_poisoned",
+        "tuning/run/test_settled",
     )
 )  # fmt: skip
-assert all(path.exists() for path in VALUES | WALKS)
+assert all(path.exists() for path in VALUES | LONG)
 
 
 # --- the parent: one stand-in per test of a child
@@ -379,16 +379,26 @@ def number_of(item: pytest.Item) -> int:
     return zlib.crc32(item.name.partition("[")[2].encode())
 
 
-def is_left_out(item: pytest.Item) -> bool:
-    """Whether all cases of a test are, by its name: of WALKS with ``FA2TUNE_TESTS_EVERY``."""
-    return item.path in WALKS and zlib.crc32(item.name.partition("[")[0].encode()) % max(EVERY // 8, 1) != 0
+def left_out(items: Sequence[pytest.Item]) -> set[str]:
+    """The tests of LONG that do not run with ``FA2TUNE_TESTS_EVERY``. Of each file every n-th does, one at least; with n = 3
+    others than with n = 6, so that CI takes half of them with one set of versions or the other. A child has chosen its own."""
+    each = max(EVERY // 8, 1)
+    tests: dict[Path, dict[str, None]] = {}
+    for item in items:
+        if item.path in LONG and not isinstance(item, ChildsItem):
+            tests.setdefault(item.path, {})[item.nodeid.partition("[")[0]] = None
+    return {
+        test for names in tests.values() for place, test in enumerate(names)
+        if place % each != min(each // 2, len(names) - 1)
+    }  # fmt: skip
 
 
 def shared_out(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     """Those that run with ``FA2TUNE_TESTS_EVERY``: of machine code that share of the cases, of values twice as many, and one
-    case of each test where none falls into it; of walks an eighth as small a share of the tests; of tests/gpu those of
+    case of each test where none falls into it; of LONG a share of the tests that is eight times as large; of tests/gpu those of
     ``FA2TUNE_GPU_SHARE``."""
-    items = [item for item in items if not is_left_out(item)]
+    without = left_out(items)
+    items = [item for item in items if item.nodeid.partition("[")[0] not in without]
     every = dict.fromkeys(READING, EVERY) | dict.fromkeys(VALUES, max(EVERY // 2, 1))
 
     def in_the_share(item: pytest.Item) -> bool:
@@ -406,7 +416,10 @@ def shared_out(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = shared_out(items)
+    chosen = list(shared_out(items))
+    if len(chosen) < len(items) and not CHILD:
+        items[0].config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+    items[:] = chosen
     # last, so that this process does not wait for a child, and what takes longest at the very end
     turns = {path: turn for turn, path in enumerate(COMPILING, 2)}
     items.sort(key=lambda item: turns.get(item.path, 1) if isinstance(item, ChildsItem) else 0)

@@ -10,16 +10,16 @@ from typing import Any
 
 #: CPU seconds of ``_unit`` on an idle core (3 GHz, CPython 3.11).
 UNIT_S = 0.05
-#: A program of the kind that ``timed`` times: it starts, imports what a command imports, and reads and writes records. What
-#: slows one of them down, a busy cache or disk, does so to the other.
+#: A program of the kind that ``timed`` times: it starts, imports modules, and sorts, encodes and decodes records. What slows
+#: one down, as a cache that others fill, slows the other down too.
 REFERENCE = """
 import asyncio, email.message, json, logging, sqlite3, tempfile
 records = [{"number": number, "name": f"row {number}", "values": [number, None, 1.5]} for number in range(4000)]
 for _ in range(5):
     records = json.loads(json.dumps(sorted(records, key=lambda record: record["name"])))
 """
-#: CPU seconds of it on an idle core.
-REFERENCE_S = 0.2
+#: CPU seconds of it on such a core.
+REFERENCE_S = 0.14
 
 
 def _unit() -> float:

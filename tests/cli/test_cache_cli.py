@@ -240,15 +240,17 @@ def test_the_list_stands_for_exactly_the_rows_there_are(monkeypatch: pytest.Monk
 
 def test_reading_commands_are_quick_and_import_nothing_heavy(user: Path) -> None:
     Store(user).put([row({"bucket": bucket}) for bucket in range(1, 300)])
-    code = "import sys; from fa2tune.cli.cache import cache\ntry: cache(sys.argv[1:])\nfinally: print(*sys.modules)"
-    for command in ("list", "show"):
+    code = "import sys; from fa2tune.cli import main\ntry: main(sys.argv[1:])\nfinally: print(*sys.modules)"
+    heavy = {"sqlalchemy", "torch", "triton", "optuna", "numpy", "matplotlib"}
+
+    def seconds(command: str) -> float:
         environment = {**os.environ, "XDG_CACHE_HOME": str(user.parent.parent)}
-        taken = []
-        for _ in range(3):
-            done, seconds = timed([sys.executable, "-c", code, command], cwd=ROOT, env=environment)
-            taken.append(seconds)
-        assert not {"sqlalchemy", "torch", "triton", "optuna"} & set(done.stdout.splitlines()[-1].split())
-        assert min(taken) < 2  # of 5,600 rows, each checked, and printed or in a digest
+        done, taken = timed([sys.executable, "-c", code, "cache", command], cwd=ROOT, env=environment)
+        assert not heavy & set(done.stdout.splitlines()[-1].split())
+        return taken
+
+    for command in ("list", "show"):  # 0.8 s: 5,600 rows are checked, and printed or in a digest
+        assert any(seconds(command) < 1.5 for _ in range(3))
 
 
 # --- explain

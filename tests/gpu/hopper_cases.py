@@ -44,12 +44,12 @@ def specialized(kernels: Sequence[str] = KERNELS) -> list[Variant]:
 
 def legal(variant: Variant, asked: Problem) -> list[dict[str, Any]]:
     """Every config that may be launched for a problem."""
-    return list(legal_on(variant, asked.specialization, dispatch.gpu_of(0)))
+    return [dict(config) for config in legal_on(variant, asked.specialization, dispatch.gpu_of(0))]
 
 
 @cache
 def legal_on(variant: Variant, spec: Specialization, gpu: Gpu) -> tuple[dict[str, Any], ...]:
-    """Every config that may be launched for such problems on a GPU: a space has up to 200,000 points to look at."""
+    """Every config that may be launched for such problems on a GPU: a space has over 100,000 points to look at."""
     if support.unsupported(variant, spec, gpu) is not None:
         return ()
     return tuple(c for c in variant.space.points() if limits.refused_config(variant, spec, c, gpu) is None)

@@ -50,9 +50,9 @@ class Legal:
 def legal(variant: Variant, spec: Specialization, gpu: Gpu) -> Legal:
     """Arithmetic only: nothing is compiled."""
     configs, refused = [], Counter[str]()
-    every = support.unsupported(variant, spec, gpu)
+    unsupported = support.unsupported(variant, spec, gpu)
     for config in variant.space.points():
-        refusal = every or limits.refused_config(variant, spec, config, gpu)
+        refusal = unsupported or limits.refused_config(variant, spec, config, gpu)
         if refusal is None:
             configs.append(config)
         else:
