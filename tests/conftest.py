@@ -89,10 +89,10 @@ COMPUTING = tuple(
 VALUES = frozenset(
     TESTS / f"{name}.py"
     for name in (
-        *(f"compiling/test_{name}" for name in ("compile", "operandcheck", "mask_hooks")),
+        *(f"compiling/test_{name}" for name in ("compile", "operandcheck", "mask_hooks", "trimmed")),
         *(f"interpreter/test_{name}" for name in (
-            "combinations", "compat_bands", "compat_chunks", "compat_transformers", "distributed_tensors", "few_queries",
-            "group_parts", "bench",
+            "combinations", "compat_bands", "compat_chunks", "compat_flash_attn", "compat_transformers", "distributed_tensors",
+            "few_queries", "group_parts", "bench", "masks", "packed_order",
         )),
     )
 )  # fmt: skip

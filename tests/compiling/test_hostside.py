@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,23 +107,27 @@ def test_stand_ins_do_not_leak(host: dict[str, Variant]) -> None:
     assert inspect.ismodule(triton) and inspect.ismodule(sys.modules["fa2tune.kernels.lib.common"])
 
 
-#: A choice and a look for its binary, as a first call makes them: prints what was imported.
-LOOK = """
-import json, sys
+#: What a first call chooses and launches: a list of a variant and its binary's config each.
+CHOSEN = """
 from fa2tune import gpus
 from fa2tune.calling import choosing
-from fa2tune.launching import passes, precompiled
-from fa2tune.compiling import compiler, registry
+from fa2tune.launching import passes
+from fa2tune.compiling import compiler
 from fa2tune.spec.problem import STRATEGIES, Problem
 from fa2tune.spec.mask import CAUSAL
-problem, gpu = Problem("bf16", 4, 32, 32, 4096, 4096, 64, 64, CAUSAL), gpus.named("h200")
-found = []
+problem, gpu, launched = Problem("bf16", 4, 32, 32, 4096, 4096, 64, 64, CAUSAL), gpus.named("h200"), []
 strategy, kinds = choosing.strategy_of(problem, gpu, False)
 for kernel in ("fwd", *STRATEGIES[strategy]):
     config = choosing.choose(problem, kernel, gpu, kinds.get(kernel)).config
     for variant, its_config in passes.runs(kernel, problem.specialization, config, 90):
-        binary = compiler.binary_config(variant, its_config)
-        found.append(precompiled.find(variant, problem.specialization, binary, 90)[1])
+        launched.append((variant, compiler.binary_config(variant, its_config)))
+"""
+#: The choice, and a look for its binaries: prints what was found and imported.
+LOOK = f"""
+import json, sys
+{CHOSEN}
+from fa2tune.launching import precompiled
+found = [precompiled.find(variant, problem.specialization, binary, 90)[1] for variant, binary in launched]
 print(json.dumps([found, [name for name in sys.modules if name.split(".")[0] == "triton"]]))
 """
 
@@ -141,6 +146,11 @@ def test_a_first_call_that_finds_its_binaries_imports_no_triton(tmp_path: Path) 
         for layer in reader.layers()
     ]
     todo, _ = precompile.jobs(h200, layers, precompile.Wanted())
+    here: dict[str, Any] = {}
+    exec(CHOSEN, here)
+    needed = [(variant.name, here["problem"].specialization, binary) for variant, binary in here["launched"]]
+    todo = [job for job in todo if (job[0].name, job[1], dict(job[2])) in needed]
+    assert len(todo) == len(needed)
     path = tmp_path / "here.kernels"
     precompile.save(path, precompile.compile_all(todo, 90, workers=2))
     done = subprocess.run(
