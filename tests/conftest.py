@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -350,10 +351,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @contextmanager
 def within_the_limit() -> Iterator[None]:
-    """A test that waits for ever fails, and its traceback says where. What hangs in C is not interrupted."""
+    """A test that waits for ever fails, and says where, and where other threads are. What hangs in C is not interrupted."""
 
     def fail(*_: object) -> None:
-        pytest.fail(f"longer than {MOST_SECONDS} s")  # an exception that tests and what they test do not handle
+        frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()}
+        stacks = "\n".join("".join(traceback.format_stack(frame)) for frame in frames.values())
+        # an exception that tests and what they test do not handle
+        pytest.fail(f"longer than {MOST_SECONDS} s; where other threads are:\n{stacks}")
 
     before = signal.signal(signal.SIGALRM, fail)
     signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS, 30.0)
