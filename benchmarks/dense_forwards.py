@@ -3,13 +3,14 @@
     python benchmarks/dense_forwards.py RECORD... --compile                                  # first: every binary; no GPU
     python benchmarks/dense_forwards.py RECORD... --out dense_forwards.json [--seconds 300]  # resumes from the file
     python benchmarks/dense_forwards.py RECORD... --wide --out dense_forwards_wide.json      # tiles of head dims above 128
+    python benchmarks/dense_forwards.py --grid 256 --out dense_forwards_grid.json            # calls of 16k tokens, hidden 2048
     python benchmarks/dense_forwards.py --table dense_forwards.json                         # a file, as text
 
 RECORD: drawings of benchmarks/random_calls.py (benchmarks/calls/random_calls_6.json.gz). Of their forwards, those below BEHIND
 of a peer, and with --dim those of a head dim. Candidates are what serves and the row's config in its place; one config for each
 tile of few_tiles.PACES, "lazy" and, of LONG keys, "never"; a third stage; the estimated best tiles of several heads, of each
-size; tiles with all keys; the estimated best split of keys where queries are few, and the Hopper one where tiles are. With
---wide: of calls with V in parts above 128, 128 x 64 tiles with and without turns and Q in registers, and with a third stage
+size; tiles with all keys; blocks of 80 keys; the estimated best split of keys where queries are few, and the Hopper one where
+tiles are. With --wide: of calls with V in parts above 128, 128 x 64 tiles with and without turns and Q in registers, and with a third stage
 where O has room of its own, which the search space leaves out. Each result is compared with float32 arithmetic; a wrong one is
 not timed, and said. Each candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in
 microseconds a call, and what was recorded. Needs a GPU of compute capability 9.0.
@@ -45,7 +46,9 @@ from fa2tune.fleet.precompile import BinaryJob
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
 from fa2tune.search_spaces.sm90.fwd import in_v_halves, of_tiles, third_stage
+from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, head_dim_parts
+from fa2tune.spec.roles import FWD_80_KEYS
 from fa2tune.spec.score import NONE
 
 BEHIND = 1.0
@@ -63,9 +66,10 @@ def is_wide(problem: Problem) -> bool:
 
 
 def calls(
-    records: tuple[Path, ...], every: int | None, wide: bool = False, dims: tuple[int, ...] = ()
+    records: tuple[Path, ...], every: int | None, wide: bool = False, dims: tuple[int, ...] = (), unmasked: int = 0
 ) -> dict[str, tuple[Problem, Mapping[str, float]]]:
-    """Name -> (call, recorded microseconds), of the forwards behind a peer, or of every so many-th; of these head dims."""
+    """Name -> (call, recorded microseconds), of the forwards behind a peer, or of every so many-th; of these head dims; with
+    ``unmasked``, without a mask and of so many keys or more."""
     found = {}
     for path in records:
         record = json.loads(gzip.decompress(path.read_bytes()))
@@ -74,8 +78,21 @@ def calls(
             run = call.get("fwd", {})
             taken = run.get("ratio", 1.0) < BEHIND if every is None else place % every == 0
             taken &= not dims or call["head_dim"] in dims
+            taken &= not unmasked or (posed(call).mask == FULL and posed(call).seqlen_k >= unmasked)
             if "us" in run and taken and (is_wide(posed(call)) or not wide):
                 found[f"{path.name.split('.')[0].removeprefix('random_calls')} {place} {name}"] = posed(call), run["us"]
+    return found
+
+
+def grid(dims: tuple[int, ...]) -> dict[str, tuple[Problem, Mapping[str, float]]]:
+    """Calls of 16k tokens, hidden size 2048, without a mask."""
+    tokens, found = 16384, {}
+    for dim, length in product(dims, (1024, 2048, 4096, 8192, 16384)):
+        heads = 2048 // dim
+        found[f"grid {dim} {length}"] = (
+            Problem("bf16", tokens // length, heads, heads, length, length, dim, dim, FULL),
+            dict[str, float](),
+        )
     return found
 
 
@@ -104,6 +121,13 @@ def wide_candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     return {label(one): one for one in made}
 
 
+def of_80_keys(problem: Problem, arch: int) -> list[Config]:
+    """Blocks of 80 keys, in turn and not."""
+    if (space := key_splits.space_of(problem, arch, FWD_80_KEYS)) is None:
+        return []
+    return [{**space.config_of(problem.specialization), "PINGPONG": turns} for turns in (False, True)]
+
+
 def candidates(problem: Problem, gpu: Gpu, wide: bool = False) -> dict[str, Config]:
     """Name -> config; the first is the row's."""
     if wide:
@@ -122,6 +146,7 @@ def candidates(problem: Problem, gpu: Gpu, wide: bool = False) -> dict[str, Conf
         made = [{**one, "DIVISORS": True} for one in made]
     made += few_queries.grouped_tiles(problem, gpu)[:MOST_SHARED] if problem.group > 1 else []
     made += few_keys_schedule.candidates(problem, gpu.arch) if few_keys_schedule.asked(problem, gpu) else []
+    made += of_80_keys(problem, gpu.arch)
     if problem.seqlen_q <= FEW_QUERIES:
         made.append(key_splits_schedule.best(problem, gpu)[1])
     if problem.query_tiles(128) * problem.heads_q <= 2 * gpu.sm_count:
@@ -192,17 +217,20 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
 @click.option("--every", type=int, help="Every so many-th call, behind a peer or not.")
 @click.option("--dim", "dims", type=int, multiple=True, help="Only calls of this head dim.")
+@click.option("--grid", "grids", type=int, multiple=True, help="Calls of the grid, of this head dim, without a mask.")
+@click.option("--unmasked", type=int, default=0, help="Only calls without a mask, of so many keys or more.")
 @click.option("--wide", is_flag=True, help="Only calls of head dims in parts above 128, in forms of 128 x 64 tiles.")
 @click.option(
     "--compile", "compiled", is_flag=True, help="Compile what would be timed on an H200, on all cores; no GPU."
 )
 @side_by_side.timing_options
-def main(records: tuple[Path, ...], listed: bool, every: int | None, dims: tuple[int, ...], wide: bool, compiled: bool,
-         share: slice, seconds: float, out: Path | None, shown: Path | None) -> None:  # fmt: skip
+def main(records: tuple[Path, ...], listed: bool, every: int | None, dims: tuple[int, ...], grids: tuple[int, ...],
+         unmasked: int, wide: bool, compiled: bool, share: slice, seconds: float, out: Path | None,
+         shown: Path | None) -> None:  # fmt: skip
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
-    wanted = dict(list(calls(records, every, wide, dims).items())[share])
+    wanted = dict(list((calls(records, every, wide, dims, unmasked) | grid(grids)).items())[share])
     if listed:
         for name, (problem, _) in wanted.items():
             click.echo(

@@ -119,6 +119,8 @@ def posed(name: str) -> Problem:
 
 
 def label(config: Config) -> str:
+    if key_splits.has_longer_blocks(config):
+        return f"80 keys{' in turn' if config['PINGPONG'] else ''}"
     if key_splits.is_one_tile(config):
         return f"one tile M{config['BLOCK_M']} N{config['KEYS']}"
     if key_splits.is_grouped(config):
@@ -207,7 +209,7 @@ def kernels_of(name: str, config: Config) -> list[tuple[Variant, Config, Problem
 
 def in_place(config: Config) -> bool:
     """Whether a config is of a kernel that runs in place of the tuned one."""
-    return "SPLITS" in config or key_splits.is_grouped(config) or key_splits.is_one_tile(config)
+    return "SPLITS" in config or key_splits.role_in_place(config) is not None
 
 
 def compile_one(job: tuple[str, Config]) -> None:

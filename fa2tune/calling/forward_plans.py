@@ -13,12 +13,13 @@ from fa2tune.calling.schedules import in_place_schedule, packed_splits_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import binary_config
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import SplitPlan, is_grouped, is_one_tile, splitting
+from fa2tune.launching.key_splits import SplitPlan, role_in_place, splitting
 from fa2tune.launching.one_key_tile import OneTilePlan
 from fa2tune.launching.passes import BackwardPlan, ForwardPlan
 from fa2tune.launching.stored_ds import StoredDsPlan
 from fa2tune.logs import warn_once
 from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.roles import FWD_80_KEYS, FWD_GROUPED, FWD_ONE_TILE
 
 #: How a forward is served whose keys are split among programs, for counting.
 KEYS_SPLIT = "schedule model, keys split"
@@ -26,8 +27,12 @@ KEYS_SPLIT = "schedule model, keys split"
 GROUPED = "schedule model, tiles of several heads"
 #: And a forward whose tiles have all keys of a key head, or a backward of few keys by one kernel.
 ONE_TILE = "schedule model, one key tile"
+#: And a forward in blocks of 80 keys.
+LONGER_BLOCKS = "schedule model, blocks of 80 keys"
 #: And one whose dS goes through memory.
 STORED_DS = "schedule model, dS in memory"
+#: By ``key_splits.role_in_place``.
+_HOW = {None: KEYS_SPLIT, FWD_GROUPED: GROUPED, FWD_ONE_TILE: ONE_TILE, FWD_80_KEYS: LONGER_BLOCKS}
 #: Behind how each kernel of a split backward is served, where both run at a time.
 AT_A_TIME = "; both kernels at a time"
 #: Binaries that did not compile or load, or with nothing to compile them, which are not tried again for another length,
@@ -81,8 +86,8 @@ def steps(plan: Any, choices: Mapping[str, Choice]) -> list[str]:
 
 
 def how(config: Config) -> str:
-    """KEYS_SPLIT, GROUPED or ONE_TILE, by what a ``SplitPlan`` is made with."""
-    return ONE_TILE if is_one_tile(config) else GROUPED if is_grouped(config) else KEYS_SPLIT
+    """KEYS_SPLIT or what else a ``SplitPlan`` is made with."""
+    return _HOW[role_in_place(config)]
 
 
 def _binary(problem: Problem, split: Config, gpu: Gpu) -> tuple[object, ...]:

@@ -336,6 +336,8 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
         kind = HostTrouble if _PTXAS_KILLED.search(str(error)) else CompileError
         raise kind(f"{type(error).__name__}: {reason.strip()}"[:300]) from error
     if any(columns) and trimmed.edited(compiled.asm["ptx"], columns) != compiled.asm["ptx"]:
+        if columns.rows:
+            raise CompileError(f"{variant.short_name} reads behind its tiles where Triton runs no hook for PTX")
         warn_once(
             "kernels for head dims that do not fill their tiles are slower than they could be: Triton ran no hook for PTX"
         )

@@ -69,14 +69,15 @@ def _runs(ptx: str, found: list[re.Match[str]]) -> Iterator[list[int]]:
 
 def _trimmed(product: re.Match[str], used: Used) -> str:
     columns = int(product["columns"])
-    width = used.results.get(columns, columns) if product["transposed"] == "1" else columns
+    width = (used.results if product["transposed"] == "1" else used.rows).get(columns, columns)
     registers = product["result"].split(",")[: width // 2]  # a thread of 128 has half a register of 64 rows of a column
     return f"wgmma.mma_async.sync.aligned.m64n{width}k16{product['kind']} {{{','.join(registers)}}}, {product['rest']};"
 
 
 def suffix(used: Used) -> str:
     """What a kernel's key has besides its source: nothing, where whole tiles are used."""
-    return f" trimmed {EDITION} {sorted(used.results.items())} {sorted(used.sums.items())}" if any(used) else ""
+    rows = f" {sorted(used.rows.items())}" if used.rows else ""
+    return f" trimmed {EDITION} {sorted(used.results.items())} {sorted(used.sums.items())}{rows}" if any(used) else ""
 
 
 def _hook(*stage: Any) -> Any:

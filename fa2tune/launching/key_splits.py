@@ -6,8 +6,8 @@ Tiles of a kernel of the role fwd_split_grouped have the queries of all heads of
 of one head. Which of the two, and how many parts: ``calling/schedules/key_splits_schedule.py``; of packed sequences, for which
 the latter alone serves, ``packed_splits_schedule.py``.
 
-Forwards by the roles fwd_grouped and fwd_one_tile, whose keys are not split, are planned here as well: they, too, run in place
-of the tuned kernel (``calling/schedules/in_place_schedule.py``), the first one of packed sequences, too.
+Forwards by the roles fwd_grouped, fwd_one_tile and fwd_80_keys, whose keys are not split, are planned here as well: they, too,
+run in place of the tuned kernel (``calling/schedules/in_place_schedule.py``), the first one of packed sequences, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fa2tune.launching.passes import (
 from fa2tune.spec.extent import WHOLE
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
-from fa2tune.spec.roles import FWD_COMBINE, FWD_GROUPED, FWD_ONE_TILE, FWD_SPLIT, FWD_SPLIT_GROUPED
+from fa2tune.spec.roles import FWD_80_KEYS, FWD_COMBINE, FWD_GROUPED, FWD_ONE_TILE, FWD_SPLIT, FWD_SPLIT_GROUPED
 from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant, implementation_of
 
@@ -59,6 +59,16 @@ def is_one_tile(config: Config) -> bool:
     return "KEYS" in config
 
 
+def has_longer_blocks(config: Config) -> bool:
+    """Whether a config is of the kernel whose key blocks have 64 keys and a tail."""
+    return "TAIL" in config
+
+
+def keys_of_block(config: Config) -> int:
+    """Of such a kernel."""
+    return 64 + int(config["TAIL"])
+
+
 @cache  # asked of every config that is estimated
 def _kernel(role: str | None, implementation: str) -> tuple[str, str]:
     """(Role, path of the kernel with that role) that configs are of; ``role``: None for both that split keys. ValueError: they
@@ -76,6 +86,8 @@ def _kernel(role: str | None, implementation: str) -> tuple[str, str]:
 
 def role_in_place(config: Config) -> str | None:
     """Of a config in place of the tuned forward's; None: of one that splits keys, whichever of both."""
+    if has_longer_blocks(config):
+        return FWD_80_KEYS
     return FWD_GROUPED if is_grouped(config) else FWD_ONE_TILE if is_one_tile(config) else None
 
 

@@ -21,6 +21,7 @@ PACKED_ORDER = "packed_order"
 PACKED_ORDERS = "packed_orders"
 FWD_GROUPED = "fwd_grouped"
 FWD_ONE_TILE = "fwd_one_tile"
+FWD_80_KEYS = "fwd_80_keys"
 FWD_SPLIT = "fwd_split"
 FWD_SPLIT_GROUPED = "fwd_split_grouped"
 FWD_COMBINE = "fwd_combine"
@@ -73,6 +74,12 @@ ROLES = {
         ("q", "k", "v", "o", "lse"),
         ("BLOCK_M", "KEYS"),
         {"tiles": _ASKED, "config_of": ("spec", "rows", "keys"), "held": ("spec", "rows", "keys")},
+    ),
+    FWD_80_KEYS: Role(
+        "a forward in blocks of 64 and TAIL keys",
+        ("q", "k", "v", "o", "lse"),
+        ("BLOCK_M", "TAIL", "HEADS_PER_WAVE"),
+        {"fits": _ASKED, "config_of": ("spec",)},
     ),
     FWD_SPLIT: Role(
         "a forward whose keys are split into SPLITS parts, 2 or more; its tiles have the queries of one head",

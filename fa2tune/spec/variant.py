@@ -161,6 +161,8 @@ class Used(NamedTuple):
     results: Mapping[int, int] = MappingProxyType({})
     #: that are summed over, in steps of 16: where both factors have them side by side in memory, and zeros behind them
     sums: Mapping[int, int] = MappingProxyType({})
+    #: of results, too: where the right factor has those that are summed over side by side in memory
+    rows: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)

@@ -153,6 +153,22 @@ def test_drawn_calls_are_nearer_to_the_best_than_when_they_were_raced(
     assert geometric_mean(then) > before and geometric_mean(now) < most and max(now) < worst
 
 
+def test_forms_of_176_to_192_are_near_the_best_of_them() -> None:
+    """V in halves, and Q in shared memory, next to what a row has and the other forms of 128 rows."""
+    dense_forwards = script("dense_forwards")
+    record = json.loads(gzip.decompress((ROOT / "benchmarks/calls/dense_forwards_halves.json.gz").read_bytes()))
+    lost, halves = [], []
+    for call in record["calls"].values():
+        config = fwd.SPACE.completed(choosing.Chooser(described(call["call"]), H200).choose("fwd").config)
+        forms = {name: us for name, us in call["us"].items() if name.startswith("128 ")}
+        us = forms[dense_forwards.label(config)]
+        lost.append(us / min(forms.values()))
+        if config["V_HALVES"]:
+            halves.append(us / min(us for name, us in forms.items() if "V in halves" not in name))
+    assert len(lost) == 50 and geometric_mean(lost) < 1.02 and max(lost) < 1.1
+    assert len(halves) == 12 and geometric_mean(halves) < 0.97 and sum(one > 1.01 for one in halves) == 1
+
+
 def test_maxima_serve_in_place_of_a_rows_norms_where_they_are_expected_to_be_faster() -> None:
     asked = described(
         "6 x 34/2 heads, 812 queries, 812 keys, head dim 88, causal"

@@ -15,7 +15,7 @@ from functools import lru_cache
 from fa2tune.calling.schedules.tile_order import busiest, columns_of_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.lib.hopper import SECTOR
-from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, of_tiles, suited, third_stage
+from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, in_v_halves, of_tiles, suited, third_stage
 from fa2tune.spec import visits
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
@@ -74,6 +74,17 @@ NARROW_PART_DIMS, NARROW_PART = (128, 160), 1.2
 #: norms both are level. 18 raced pairs: 1.04 to 1.20, 1.01 to 1.14, 0.98 to 1.02; of 80 keys 0.93
 #: (docs/experiments/few-tiles.md).
 KEPT_KEYS, Q_READ, Q_READ_NORMS = 512, 1.12, 1.07
+#: Of dense calls of one head dim above the first and up to the second, by whether groups take turns and whether Q is kept in
+#: registers: a block of 128 rows and 64 keys over one with both, without a mask and under one. And with V in halves: a block of
+#: 128 keys, whatever a row's sectors, and a tile's start and end. Fitted to 50 calls (dense_forwards_halves.json.gz,
+#: docs/experiments/head-dims.md).
+TURNS_DIMS = (160, 192)
+TURNS_AND_KEPT = {(True, True): (1.0, 1.0), (True, False): (0.98, 1.06), (False, True): (1.06, 1.06),
+                  (False, False): (1.05, 1.13)}  # fmt: skip
+IN_HALVES = (2.12, 3.0), (2.02, 4.0)
+#: Above this head dim V in halves is offered, and Q in shared memory without a mask: at 168, where exact products and a
+#: third stage gain the most, V in halves took 0.99 to 1.06 of the time, and Q in shared memory 1.00 to 1.01.
+MORE_FORMS_ABOVE = 168
 #: Rows that begin in the midst of a sector of 32 bytes, those of head dims that are no multiples of 16, are slow to load, the
 #: more so the more often tiles load K and V: rows of a tile -> head dim -> so many times as long a block took; 0: of others
 #: (docs/experiments/few-tiles.md).
@@ -96,7 +107,8 @@ LONG_KEYS = 1024
 #: and with RESCALE "never" and WIDE_COLUMNS of K and V one of any head dim, where calls have so many tiles and more keys than
 #: MOST_KEYS: it took 0.92 to 0.97 of the time of "lazy" in three of three. NEVER, fitted to smaller calls, says 1.05.
 #: Not where there is a third stage: that took 0.89 and 0.93 of the time of "never" in two of two.
-MARGIN, MANY_MARGIN, OWN_MARGIN, WIDE_COLUMNS = 0.03, 0.05, 0.1, 384
+#: TURNS_MARGIN: of TURNS_DIMS, whose rows were raced next to these forms.
+MARGIN, MANY_MARGIN, OWN_MARGIN, TURNS_MARGIN, WIDE_COLUMNS = 0.03, 0.05, 0.1, 0.01, 384
 RACED = (64, 128, 256)  #: head dims whose rows stand on hundreds of trials, at each length
 MOST_TILES, FULL_TILE, FEW_KEYS, MOST_KEYS = 8, 128, 1024, 4096
 
@@ -138,6 +150,20 @@ def q_read_cost(problem: Problem, config: Config) -> float:
     return Q_READ
 
 
+def takes_turns(problem: Problem | Specialization) -> bool:
+    """Whether the head dim is one of TURNS_DIMS, for Q, K and V."""
+    above, up_to = TURNS_DIMS
+    return above < problem.head_dim <= up_to and problem.head_dim == problem.head_dim_v
+
+
+def turns_cost(problem: Problem, config: Config) -> float:
+    """How many times as long key blocks take as where groups of a program take turns and keep Q in registers."""
+    tiles = config["BLOCK_M"], config["BLOCK_N"], config["maxnreg"]
+    if problem.extent.ragged or tiles != (128, 64, 0) or not takes_turns(problem):
+        return 1.0
+    return TURNS_AND_KEPT[config["PINGPONG"], config["Q_IN_REGISTERS"]][problem.mask != FULL]
+
+
 def columns(problem: Problem, config: Config) -> int:
     """Columns of K and V together, of all parts, at least those that were timed."""
     in_parts = SPACE.completed(config)["IN_PARTS"]
@@ -155,6 +181,8 @@ def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | N
     wide = columns(problem, config)
     block, start = _at(pace.block, wide), _at(pace.start, wide, 256)
     launch = LAUNCH_US[PROGRAMS[config["maxnreg"]]] + (SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0)
+    if config.get("V_HALVES"):
+        return launch, *IN_HALVES[problem.mask != FULL]
     if config["RESCALE"] == "never":
         block *= _at(_never(problem, config), min(max(wide, 128), 384))
         start += NEVER_START + NEVER_START_WIDER * (wide / 128 - 1)
@@ -162,7 +190,8 @@ def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | N
     if config == third_stage(problem.specialization, config):
         block *= THIRD_STAGE
         start += THIRD_STAGE_START
-    return launch, block * q_read_cost(problem, config) * sector_cost(problem, config), start
+    block *= q_read_cost(problem, config) * turns_cost(problem, config) * sector_cost(problem, config)
+    return launch, block, start
 
 
 def _never(problem: Problem, config: Config) -> tuple[float, float, float]:
@@ -206,7 +235,8 @@ def norms_us(problem: Problem) -> float:
 
 @lru_cache(maxsize=1024)
 def configs(spec: Specialization, arch: int) -> tuple[Config, ...]:
-    """Those of OFFERED and NEVER_OFFERED that these head dims leave room for, and with a third stage."""
+    """Those of OFFERED and NEVER_OFFERED that these head dims leave room for, and with a third stage; of TURNS_DIMS above
+    MORE_FORMS_ABOVE also with Q in shared memory, without a mask, and with V in halves."""
 
     def of(forms: Sequence[TileForm]) -> list[Config]:
         found = [of_tiles(spec, *form) for form in forms]
@@ -215,6 +245,11 @@ def configs(spec: Specialization, arch: int) -> tuple[Config, ...]:
     narrow = max(spec.head_dim, spec.head_dim_v) <= WHOLE_DIM
     found = of(NARROW_OFFERED if narrow else OFFERED)
     found += [{**config, "RESCALE": "never"} for config in of(NEVER_OFFERED)]
+    if takes_turns(spec) and spec.head_dim > MORE_FORMS_ABOVE:
+        if spec.mask == FULL.name:
+            found.append({**of_tiles(spec, 128, 64, 0), "Q_IN_REGISTERS": False})
+        if (halves := in_v_halves(spec)) is not None:
+            found.append(halves)
     return tuple(config for config in found if SPACE.broken(config, spec, arch) is None)
 
 
@@ -227,9 +262,12 @@ def margin(problem: Problem, row: Row, sm_count: int) -> float | None:
     if own and problem.seqlen_k > (MOST_KEYS if few else FEW_KEYS):
         return None
     wide = columns(problem, row.config) >= WIDE_COLUMNS
-    timed = row.config["RESCALE"] == "never" and wide and not few and problem.seqlen_k > MOST_KEYS
+    never = suited(problem, row.config)["RESCALE"] == "never"
+    timed = never and wide and not few and problem.seqlen_k > MOST_KEYS
     if timed and third_stage(problem.specialization, SPACE.completed(row.config)) is None:
         return None
+    if takes_turns(problem):
+        return TURNS_MARGIN
     return MARGIN if few else OWN_MARGIN if own else MANY_MARGIN
 
 

@@ -1,5 +1,5 @@
-"""What runs in place of the tuned forward of a dense call: keys split among programs, tiles of several query heads, or tiles
-with all keys of a key head. Arithmetic on the host, no GPU.
+"""What runs in place of the tuned forward of a dense call: keys split among programs, tiles of several query heads, tiles with
+all keys of a key head, or blocks of 80 keys. Arithmetic on the host, no GPU.
 
 Each is estimated by its own file, beside what serves otherwise: that is the tuned kernel, then whichever of the others was
 taken before."""
@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fa2tune.calling.schedules import few_keys_schedule, grouped_schedule, key_splits_schedule
+from fa2tune.calling.schedules import few_keys_schedule, grouped_schedule, key_splits_schedule, longer_blocks_schedule
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import is_grouped, is_one_tile, role_in_place, splitting
+from fa2tune.launching.key_splits import (
+    has_longer_blocks,
+    is_grouped,
+    is_one_tile,
+    keys_of_block,
+    role_in_place,
+    splitting,
+)
 from fa2tune.rows.row import Row
 from fa2tune.spec.problem import Config, Problem
-from fa2tune.spec.roles import FWD_GROUPED, FWD_ONE_TILE
+from fa2tune.spec.roles import FWD_80_KEYS, FWD_GROUPED, FWD_ONE_TILE
 from fa2tune.spec.variant import Variant
 
 
@@ -30,6 +37,7 @@ _WORDS = {
     None: Words("keys split among programs", "to split keys among programs is", "keys are not split"),
     FWD_GROUPED: Words("tiles of several query heads", "tiles of several query heads are", "tiles of one head each"),
     FWD_ONE_TILE: Words("all keys in one tile", "tiles with all keys of a key head are", "keys in blocks"),
+    FWD_80_KEYS: Words("blocks of 80 keys", "blocks of 80 keys are", "blocks of 64 keys"),
 }
 
 
@@ -41,6 +49,7 @@ def instead_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = Non
     """A config of what runs in place of the kernel that ``config``, by ``row``, is of; None: nothing does."""
     found = key_splits_schedule.config_of(problem, config, gpu, row)
     found = grouped_schedule.config_of(problem, config, gpu, row, found) or found
+    found = found or longer_blocks_schedule.config_of(problem, gpu)
     if (one_tile := few_keys_schedule.best(problem, gpu)) is None:
         return found
     time, tiles = one_tile
@@ -54,14 +63,18 @@ def served_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None, found
         return key_splits_schedule.ordinary_us(problem, config, gpu, row)
     if is_one_tile(found):
         return few_keys_schedule.one_tile_us(problem, found, gpu)
+    if has_longer_blocks(found):
+        usual = key_splits_schedule.ordinary_us(problem, config, gpu, row)
+        return usual * longer_blocks_schedule.share(problem, found, gpu)
     estimated = grouped_schedule.grouped_us if is_grouped(found) else key_splits_schedule.split_us
     return estimated(problem, found, gpu)
 
 
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
-    """What ``key_splits.kernels`` gives, of every tile of several heads, or with all keys, that a call of any heads and lengths
-    may have."""
-    return grouped_schedule.all_kernels(problem, arch) + few_keys_schedule.all_kernels(problem, arch)
+    """What ``key_splits.kernels`` gives, of every tile of several heads, or with all keys, or in blocks of 80 keys, that a call
+    of any heads and lengths may have."""
+    schedules = grouped_schedule, few_keys_schedule, longer_blocks_schedule
+    return [one for schedule in schedules for one in schedule.all_kernels(problem, arch)]
 
 
 def about(problem: Problem, found: Config) -> str:
@@ -70,5 +83,10 @@ def about(problem: Problem, found: Config) -> str:
         return (
             f"fwd: few keys, so {splitting(found).short_name} runs instead, which is expected to be faster and has no row: "
             f"tiles of {found['BLOCK_M']} queries have all keys."
+        )
+    if has_longer_blocks(found):
+        return (
+            f"fwd: {splitting(found).short_name} runs instead, in blocks of {keys_of_block(found)} keys, which is expected to "
+            "be faster and has no row."
         )
     return grouped_schedule.about(problem, found) if is_grouped(found) else key_splits_schedule.about(problem, found)
