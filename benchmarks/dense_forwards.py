@@ -6,14 +6,15 @@
     python benchmarks/dense_forwards.py --grid 256 --out dense_forwards_grid.json            # calls of 16k tokens, hidden 2048
     python benchmarks/dense_forwards.py --table dense_forwards.json                         # a file, as text
 
-RECORD: drawings of benchmarks/random_calls.py (benchmarks/calls/random_calls_6.json.gz). Of their forwards, those below BEHIND
-of a peer, and with --dim those of a head dim. Candidates are what serves and the row's config in its place; one config for each
-tile of few_tiles.PACES, "lazy" and, of LONG keys, "never"; a third stage; the estimated best tiles of several heads, of each
-size; tiles with all keys; blocks of 80 keys; the estimated best split of keys where queries are few, and the Hopper one where
-tiles are. With --wide: of calls with V in parts above 128, 128 x 64 tiles with and without turns and Q in registers, and with a third stage
-where O has room of its own, which the search space leaves out. Each result is compared with float32 arithmetic; a wrong one is
-not timed, and said. Each candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in
-microseconds a call, and what was recorded. Needs a GPU of compute capability 9.0.
+RECORD: drawings of benchmarks/random_calls.py (benchmarks/calls/random_calls_6.json.gz). Of their forwards, those below
+BEHIND of a peer, and with --dim those of a head dim. Candidates are what serves and the row's config in its place; one config
+for each tile of few_tiles.PACES, "lazy" and, of LONG keys, "never"; a third stage; the estimated best tiles of several heads,
+of each size; tiles with all keys; blocks of 80 keys; the estimated best split of keys where queries are few, and the Hopper
+one where tiles are. With --wide: of calls with V in parts above 128, 128 x 64 tiles with and without turns and Q in
+registers, with a third stage where O has room of its own, which the search space leaves out, and 128 x 128 with V in halves.
+Each result is compared with float32 arithmetic; a wrong one is not timed, and said. Each candidate is a CUDA graph; replays
+are interleaved; the file holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute
+capability 9.0.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ COMPILING = tuple(
         "backward_narrow",
         "early_start_compiled",
         "stored_ds_compiled",
+        "longer_blocks_compiled",
         "hostside",
         "sm80",
         "hopper",

@@ -4,7 +4,8 @@ A wgmma has any multiple of 8 columns up to 256, and sums over 16. Gluon asks fo
 them as it takes to sum over one: for a head dim of 200, of 256 columns and over 256. So the PTX of such kernels is edited
 before ptxas has it. A wgmma names the columns that are used, and the first registers of its result. The others stay as they
 were: zeros, as the right factor has them there, or what lies behind the head dim, where nothing is stored. And those are left
-out that multiply columns of zeros.
+out that multiply columns of zeros. A block of keys that is no power of two is named likewise, by its rows of K; nothing reads
+the columns behind it.
 
 Triton has one hook for what comes between its stages. It is set while such a kernel is compiled, in however many threads, and
 a hook that is there already runs first.

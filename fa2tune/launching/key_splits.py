@@ -64,9 +64,12 @@ def has_longer_blocks(config: Config) -> bool:
     return "TAIL" in config
 
 
+MAIN_KEYS = 64  #: of its blocks, as role fwd_80_keys has them
+
+
 def keys_of_block(config: Config) -> int:
     """Of such a kernel."""
-    return 64 + int(config["TAIL"])
+    return MAIN_KEYS + int(config["TAIL"])
 
 
 @cache  # asked of every config that is estimated

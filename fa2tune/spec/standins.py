@@ -93,7 +93,17 @@ class _StandIn:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if self.__name__ == "jit" and arguments:
             return Kernel(arguments[0], "gluon" in self._path)
+        if self.__name__ == "constexpr" and arguments:
+            return _Constant(self._path, arguments[0])
         return self
+
+
+class _Constant(_StandIn):
+    """Of device code, which the host's side may ask for its value."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__(name)
+        self.value = value
 
 
 def _import(name: str, *rest: Any) -> Any:

@@ -161,7 +161,7 @@ class Used(NamedTuple):
     results: Mapping[int, int] = MappingProxyType({})
     #: that are summed over, in steps of 16: where both factors have them side by side in memory, and zeros behind them
     sums: Mapping[int, int] = MappingProxyType({})
-    #: of results, too: where the right factor has those that are summed over side by side in memory
+    #: of results whose right factor is not transposed, as those of Q K^T: rows of K that lie there
     rows: Mapping[int, int] = MappingProxyType({})
 
 

@@ -47,7 +47,6 @@ from fa2tune.kernels.lib.hopper_parts import (
 )
 from fa2tune.kernels.lib.hopper_units import UNIT, unit_as_block, unit_as_rows, units_for
 from fa2tune.search_spaces.lib.hopper import narrow_blocks, used_by, used_columns
-from fa2tune.search_spaces.sm90 import fwd
 from fa2tune.search_spaces.sm90 import fwd_80_keys as space
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import Used, Variant
@@ -55,7 +54,6 @@ from fa2tune.spec.variant import Used, Variant
 MAIN, TAIL, KEYS = gl.constexpr(space.MAIN), gl.constexpr(space.TAIL), gl.constexpr(space.KEYS)
 CHUNK, STAGES = gl.constexpr(space.CHUNK), gl.constexpr(space.STAGES)
 GROUPS = gl.constexpr(space.GROUPS)
-UNITS = gl.constexpr(space.KEYS // UNIT.value)  #: of a chunk of K
 REGISTERS = gl.constexpr(space.CONSUMER_REGISTERS)
 PRODUCER_REGISTERS = gl.constexpr(space.PRODUCER_REGISTERS)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -65,7 +63,7 @@ class Memory(NamedTuple):
     """Shared memory; parts as ``shared_for`` has them."""
 
     q: tuple
-    k: gl.shared_memory_descriptor  #: of each stage and chunk UNITS units
+    k: gl.shared_memory_descriptor  #: of each stage and chunk KEYS // UNIT units
     v: tuple  #: of a block's first keys
     v_tail: tuple  #: of the others
 
@@ -99,7 +97,7 @@ class WholeCall(NamedTuple):
 def _load_k(k, k_tail, b, h, row, barrier, smem, stage, CHUNKS: gl.constexpr):
     mbarrier.expect(barrier, CHUNKS * (k.block_type.nbytes + k_tail.block_type.nbytes))
     for c in gl.static_range(CHUNKS):
-        unit = (stage * CHUNKS + c) * UNITS
+        unit = (stage * CHUNKS + c) * (KEYS // UNIT)
         load_block(k, b, h, row, c * CHUNK, barrier, unit_as_block(smem.k, unit, k))
         load_block(k_tail, b, h, row + MAIN, c * CHUNK, barrier, unit_as_block(smem.k, unit + MAIN // UNIT, k_tail))
 
@@ -150,7 +148,7 @@ def _issue_scores(q_tile, smem, barriers, entry, CONSUMER: gl.constexpr, shape):
     found = gl.zeros([ROWS, 2 * MAIN], gl.float32, product_layout(2 * MAIN))
     PIECES: gl.constexpr = _pieces(shape.USED_D)
     for i in gl.static_range(len(PIECES)):
-        k_piece = unit_as_rows(smem.k, (stage * shape.CHUNKS + PIECES[i][0]) * UNITS, 2 * MAIN)
+        k_piece = unit_as_rows(smem.k, (stage * shape.CHUNKS + PIECES[i][0]) * (KEYS // UNIT), 2 * MAIN)
         if PIECES[i][2] != CHUNK:
             k_piece = k_piece.slice(PIECES[i][1], PIECES[i][2], 1)
         q_piece = q_tile.slice(PIECES[i][0] * CHUNK + PIECES[i][1], PIECES[i][2], 1)
@@ -314,7 +312,7 @@ def fwd_hopper_80_keys_kernel(
     CHUNKS: gl.constexpr = BLOCK_D // CHUNK
     q, o, v, v_tail = (q,), (o,), (v,), (v_tail,)
     q_smem = shared_for(q, GROUPS, ROWS, BLOCK_D, 0)
-    k_smem = units_for(k.dtype, STAGES * CHUNKS * UNITS, CHUNK)
+    k_smem = units_for(k.dtype, STAGES * CHUNKS * (KEYS // UNIT), CHUNK)
     v_smem = shared_for(v, STAGES, MAIN, BLOCK_DV, 0)
     v_tail_smem = shared_for(v_tail, STAGES, TAIL, BLOCK_DV, 0)
     q_ready = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
@@ -350,8 +348,8 @@ def fwd_hopper_80_keys_kernel(
 
 
 def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
+    band = 1  # without a mask tiles of a head are of one length: heads one by one keep K and V in L2
     tiles = problem.query_tiles(config["BLOCK_M"]) // problem.batch
-    band = config["HEADS_PER_WAVE"] or fwd.heads_in_band(problem, 2 * space.COLUMNS)
     return {"HEADS_PER_WAVE": band, **of_bands(tiles, band, problem.batch, problem.heads_q, problem.group)}
 
 

@@ -309,7 +309,7 @@ SPACE = SearchSpace(
         # divisors as kernels/lib/division.py has them, where the kernel divides otherwise; not searched: short calls have them
         # (fa2tune/calling/schedules/forward_schedule.py)
         "DIVISORS": added(False, older=False),
-        # V in three entries of half a block (kernels/lib/hopper_halves.py); not searched: not timed yet
+        # V in three entries of half a block (kernels/lib/hopper_halves.py); not searched: few_tiles offers it
         "V_HALVES": added(False, older=False),
         "maxnreg": (0, 80, 128),  # registers a thread at launch; 128: two programs share a multiprocessor, 80: three
         "num_warps": (4,),

@@ -17,9 +17,9 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 COLUMNS = 256
 
 
-def shared_bytes() -> int:
-    """Q, through whose memory O leaves, K and V."""
-    return 2 * COLUMNS * (TILE_ROWS + 2 * STAGES * KEYS) + BARRIER_BYTES
+#: Q, through whose memory O leaves, K and V.
+SHARED = 2 * COLUMNS * (TILE_ROWS + 2 * STAGES * KEYS) + BARRIER_BYTES
+assert SHARED <= SHARED_BYTES
 
 
 def fits(spec: Specialization, arch: int) -> bool:
@@ -27,10 +27,11 @@ def fits(spec: Specialization, arch: int) -> bool:
     hooks, blocks = spec.mask_hooks, narrow_blocks(spec)
     plain = spec.dtype != "fp32" and spec.aligned and not spec.ragged and not spec.scored
     whole = (blocks["BLOCK_D"], blocks["REST_D"]) == (blocks["BLOCK_DV"], blocks["REST_DV"]) == (COLUMNS, 0)
-    return arch == 90 and plain and whole and not (hooks.left or hooks.right) and shared_bytes() <= SHARED_BYTES
+    return arch == 90 and plain and whole and not (hooks.left or hooks.right)
 
 
 def config_of(spec: Specialization) -> Config:
+    """TAIL tells its configs from those of other kernels, and says to schedules what a block has behind 64 keys."""
     return {
         "BLOCK_M": TILE_ROWS, "TAIL": TAIL, "PINGPONG": False, "HEADS_PER_WAVE": 0, "num_warps": 4, "maxnreg": 0,
     }  # fmt: skip

@@ -73,6 +73,8 @@ def test_its_functions_say_the_same(host: dict[str, Variant], name: str) -> None
         assert found.workspaces(problem, config) == real.workspaces(problem, config)
         for early in (False, True):
             assert found.scalars(problem, config, early) == real.scalars(problem, config, early)
+            starts = {**config, "EARLY_START": early, "FINISH_BESIDE": False}
+            assert found.early(problem, starts, 132) == real.early(problem, starts, 132)
         assert compiler.constexprs(found, spec, config) == compiler.constexprs(real, spec, config)
         for aligned in (True, False):
             asked: Specialization = replace(spec, aligned=aligned)

@@ -157,7 +157,8 @@ def test_its_own_hook_that_a_scope_of_knobs_left_is_not_run_twice(monkeypatch: p
 
 
 def test_another_edit_has_another_number() -> None:
-    """Triton's cache and files of binaries know an edit by EDITION alone: increase it with the digest."""
+    """Triton's cache and files of binaries know an edit by EDITION and ``suffix`` alone: increase it with the digest, unless
+    what was edited so far is edited as before, and the rest has a suffix of its own, as ``rows`` has."""
     edits = "".join(map(inspect.getsource, (trimmed.edited, trimmed._runs, trimmed._trimmed))) + trimmed._WGMMA.pattern
     assert (trimmed.EDITION, hashlib.sha256(edits.encode()).hexdigest()[:8]) == (1, "cdad0da1")
 

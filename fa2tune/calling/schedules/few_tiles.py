@@ -106,7 +106,8 @@ LONG_KEYS = 1024
 #: head dim, one of RACED. Such a row stays where calls have more keys than FEW_KEYS and so many tiles, or more than MOST_KEYS;
 #: and with RESCALE "never" and WIDE_COLUMNS of K and V one of any head dim, where calls have so many tiles and more keys than
 #: MOST_KEYS: it took 0.92 to 0.97 of the time of "lazy" in three of three. NEVER, fitted to smaller calls, says 1.05.
-#: Not where there is a third stage: that took 0.89 and 0.93 of the time of "never" in two of two.
+#: Not where there is a third stage: that took 0.89 and 0.93 of the time of "never" in two of two. Nor where a call of few
+#: queries has the row's config without norms (``suited``).
 #: TURNS_MARGIN: of TURNS_DIMS, whose rows were raced next to these forms.
 MARGIN, MANY_MARGIN, OWN_MARGIN, TURNS_MARGIN, WIDE_COLUMNS = 0.03, 0.05, 0.1, 0.01, 384
 RACED = (64, 128, 256)  #: head dims whose rows stand on hundreds of trials, at each length

@@ -37,7 +37,7 @@ _WORDS = {
     None: Words("keys split among programs", "to split keys among programs is", "keys are not split"),
     FWD_GROUPED: Words("tiles of several query heads", "tiles of several query heads are", "tiles of one head each"),
     FWD_ONE_TILE: Words("all keys in one tile", "tiles with all keys of a key head are", "keys in blocks"),
-    FWD_80_KEYS: Words("blocks of 80 keys", "blocks of 80 keys are", "blocks of 64 keys"),
+    FWD_80_KEYS: Words("blocks of 80 keys", "blocks of 80 keys are", "blocks of a power of two"),
 }
 
 
@@ -63,7 +63,7 @@ def served_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None, found
         return key_splits_schedule.ordinary_us(problem, config, gpu, row)
     if is_one_tile(found):
         return few_keys_schedule.one_tile_us(problem, found, gpu)
-    if has_longer_blocks(found):
+    if has_longer_blocks(found):  # as near as the share is, which is one of tiles with maxima, whatever the row has
         usual = key_splits_schedule.ordinary_us(problem, config, gpu, row)
         return usual * longer_blocks_schedule.share(problem, found, gpu)
     estimated = grouped_schedule.grouped_us if is_grouped(found) else key_splits_schedule.split_us

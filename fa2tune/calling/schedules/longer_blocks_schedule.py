@@ -11,7 +11,7 @@ from fa2tune.calling.schedules import few_tiles, key_splits_schedule
 from fa2tune.calling.schedules.tile_order import busiest
 from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import kernels, keys_of_block, space_of
+from fa2tune.launching.key_splits import MAIN_KEYS, kernels, keys_of_block, space_of
 from fa2tune.search_spaces.sm90.fwd import of_tiles
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.roles import FWD_80_KEYS
@@ -20,7 +20,8 @@ from fa2tune.spec.variant import Variant
 #: A block's time over that of as many keys in blocks of 64; and microseconds of a tile's start and end.
 PACE_OF_64, START_US = 0.965, 3.5
 #: Head dims above the first and up to the second, in calls of so many keys or more whose groups are no larger, were faster:
-#: 0.91 to 1.04 of the time, 0.970 in the mean of 21 calls. In others both were level, at 256 blocks of 64 keys were faster.
+#: 0.91 to 1.03 of the time, 0.970 in the mean of 15 calls that take it. In others both were level, at 256 blocks of 64 keys
+#: were faster. Query heads that are taken as one (``merging``) are no group: such a call was level.
 DIMS, LEAST_KEYS, MOST_GROUP = (192, 248), 1900, 3
 #: Versions of Triton that compile the kernel (kernels/lib/hopper_units.py).
 COMPILED_BY = "3.6."
@@ -50,7 +51,7 @@ def config_of(problem: Problem, gpu: Gpu) -> Config | None:
 
 def share(problem: Problem, config: Config, gpu: Gpu) -> float:
     """The time that it is expected to take, over that of the same tiles in blocks of 64 keys."""
-    usual = of_tiles(problem.specialization, config["BLOCK_M"], 64, 0)
+    usual = of_tiles(problem.specialization, config["BLOCK_M"], MAIN_KEYS, 0)
     keys, paces = keys_of_block(config), few_tiles.paces_us(problem, usual)
     assert paces is not None  # of such tiles
     launch, block, start = paces
