@@ -411,10 +411,10 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     dispatch.reload()
 
 
-@pytest.mark.usefixtures("cached")
 @masks
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_public_call_is_served_by_them(causal: bool, deterministic: bool) -> None:
+def test_the_public_call_is_served_by_them(cached: Path, causal: bool, deterministic: bool) -> None:
+    """Or by forms of their kernels that calls of such lengths take."""
     for shape in ((1024, 1024), (613, 1000)):
         asked = Problem("bf16", 2, 4, 2, *shape, 128, 128, CAUSAL if causal else FULL)
         inputs = reference.make_inputs(asked, "cuda", with_dlse=True)
@@ -424,7 +424,8 @@ def test_the_public_call_is_served_by_them(causal: bool, deterministic: bool) ->
         gradients = torch.autograd.grad([o, lse], (q, k, v), [inputs.do, inputs.dlse])
         got = {"o": o.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
         verify.compare(got, oracle, same)
-    assert any("fleet layer" in step for step in dispatch.SERVED)
+        kernels = fa2tune.explain(q, k, v, causal=causal, deterministic=deterministic).kernels
+        assert any(kernel.file == cached for kernel in kernels)
 
 
 @pytest.mark.usefixtures("cached")
