@@ -86,7 +86,7 @@ def test_nothing_spills(case: Case, built: Callable[[Asked], Built]) -> None:
 def test_its_products_are_those_of_one_tile(case: Case, built: Callable[[Asked], Built]) -> None:
     """Of scores a step for 16 columns of Q that are not all zeros, of values one for 16 keys and part, whose weights stay in
     registers; of V's parts as many columns as a head dim has, where that was measured to pay."""
-    blocks, (narrower, _) = narrow_blocks(case.spec), ONE_TILE.used(case.spec, case.config)
+    blocks, narrower = narrow_blocks(case.spec), ONE_TILE.used(case.spec, case.config).results
     expected = Counter({case.keys: used_columns(case.spec) // 16})
     for width in (blocks["BLOCK_DV"], blocks["REST_DV"]):
         expected += Counter({narrower.get(width, width): case.keys // 16 if width else 0})
