@@ -4,7 +4,8 @@
 
 The script runs to its end against a stand-in for an H200 (benchmarks/no_gpu.py). What it prints and writes is dropped, as it
 means nothing. Its pools of processes do nothing, and a millisecond passes whenever it looks at the clock, so that a limit of
-seconds leaves no call out. On the GPU's host, with the same Python, Triton and sources, it then compiles nothing.
+seconds leaves no call out. On the GPU's host, with the same Python, Triton and sources, it then compiles nothing, if DIR has
+the same absolute path there: Triton's cache holds the paths of its files.
 """
 
 from __future__ import annotations
