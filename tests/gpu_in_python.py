@@ -15,9 +15,9 @@ from early_starts import Flight
 from kernel_values import Buffer, Descriptor, Int, Pointer
 
 from fa2tune.compiling import compiler
-from fa2tune.launching import cuda, launch, passes
+from fa2tune.launching import cuda, key_splits, launch, passes
 from fa2tune.launching.image import MapFormat
-from fa2tune.spec.problem import ITEMSIZE
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem
 
 PROGRAMS = 3  #: its multiprocessors
 GAP = 1 << 24  #: bytes between tensors
@@ -150,3 +150,27 @@ class PythonGpu:
             buffer = self._holding(address)
             return Pointer(buffer, (address - buffer.base) // buffer.itemsize)
         return Int({"i32": ctypes.c_int32, "i64": ctypes.c_int64}[kind].from_address(pointer).value, kind == "i64")
+
+
+class InPlaceGpu(PythonGpu):
+    """For plans of key_splits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch, values=True)
+        made = launch.bind
+        monkeypatch.setattr(
+            key_splits, "bind", lambda *given, **named: self.bound.append(given[:3]) or made(*given, **named)
+        )
+
+    def run_whole(
+        self, problem: Problem, tensors: dict[str, torch.Tensor], scale: float, config: Config
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o, lse) of a kernel that needs no memory next to the results, and writes each word of them once."""
+        plan = SimpleNamespace()
+        plan.chain, block = key_splits.bound(problem, tensors, scale, config, 0)
+        assert not block, "no memory next to the results"
+        self.run(plan, [self.place_values(name, tensor) for name, tensor in tensors.items()])
+        for base, buffer in self.buffers.items():
+            if buffer.name in ("o", "lse"):
+                assert (buffer.written == 1).all(), f"each word of {buffer.name} at {base:#x} is written once"
+        return tensors["o"], tensors["lse"]

@@ -18,7 +18,7 @@ from fa2tune.calling.schedules import (
 from fa2tune.calling.schedules.fused_schedule import IN_ORDER_FORM
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import has_longer_blocks, is_grouped, is_one_tile
+from fa2tune.launching.key_splits import has_longer_blocks, is_grouped, is_one_tile, role_in_place
 from fa2tune.launching.merged_heads import merged
 from fa2tune.rows import lookup
 from fa2tune.rows.describe import PASSES
@@ -423,7 +423,6 @@ def _as_dict(served: Served) -> dict[str, Any]:
     nothing: dict[str, Any] = dict.fromkeys(facts)
     otherwise = {**facts, "config": dict(served.otherwise or {})}
     one_tile = served.split if served.all_keys else served.one_tile
-    in_another_way = served.grouped or served.all_keys or served.longer_blocks
     return {
         "kernel": served.kernel, "status": served.status, "evidence": served.evidence,
         "step": answer.step if answer else None, "file": str(served.file) if answer else None,
@@ -440,7 +439,7 @@ def _as_dict(served: Served) -> dict[str, Any]:
         "runs": {name: dict(config) for name, config in (served.runs or {}).items()},
         "binaries": dict(served.binaries or {}),
         "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.window is not None,
-        "split": dict(served.split) if served.split and not in_another_way else None,
+        "split": dict(served.split) if served.split and role_in_place(served.split) is None else None,
         "longer_blocks": dict(served.split or {}) if served.longer_blocks else None,
         "grouped": dict(served.split or {}) if served.grouped else None, "unsplit": served.unsplit or None,
         "one_tile": dict(one_tile) if one_tile is not None else None,

@@ -9,7 +9,7 @@ from typing import Any
 import kernels_in_python
 import pytest
 import torch
-from gpu_in_python import PythonGpu
+from gpu_in_python import InPlaceGpu
 from test_computed_in_python import (
     PACKING,
     SCALE,
@@ -45,15 +45,11 @@ def within_nan(tensor: torch.Tensor, order: str) -> torch.Tensor:
     return view.copy_(tensor)
 
 
-class GroupedGpu(PythonGpu):
+class GroupedGpu(InPlaceGpu):
     """For plans of key_splits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch, values=True)
-        made = launch.bind
-        monkeypatch.setattr(
-            key_splits, "bind", lambda *given, **named: self.bound.append(given[:3]) or made(*given, **named)
-        )
+        super().__init__(monkeypatch)
         monkeypatch.setattr(key_splits, "placed", passes.placed)  # which keeps what it placed
 
     def forward(

@@ -8,7 +8,7 @@ from typing import Any
 import kernels_in_python
 import pytest
 import torch
-from gpu_in_python import PythonGpu
+from gpu_in_python import InPlaceGpu
 from test_computed_in_python import (
     PACKING,
     SCALE,
@@ -23,7 +23,7 @@ from test_computed_in_python import (
 )
 
 from fa2tune.kernels.lib import hopper_key_parts as key_parts
-from fa2tune.launching import key_splits, launch, passes
+from fa2tune.launching import key_splits, passes
 from fa2tune.search_spaces.sm90 import fwd_split
 from fa2tune.spec.extent import RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
@@ -31,15 +31,11 @@ from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 WIDE = {"NUMBERED": False, "PINGPONG": False, "BLOCK_N": 64, "STAGES": 2}
 
 
-class SplitGpu(PythonGpu):
+class SplitGpu(InPlaceGpu):
     """For plans of key_splits as well."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch, values=True)
-        made = launch.bind
-        monkeypatch.setattr(
-            key_splits, "bind", lambda *given, **named: self.bound.append(given[:3]) or made(*given, **named)
-        )
+        super().__init__(monkeypatch)
         monkeypatch.setattr(key_splits, "placed", passes.placed)  # which keeps what it placed
 
     def forward(

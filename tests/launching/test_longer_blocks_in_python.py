@@ -11,7 +11,7 @@ import kernels_in_python
 import numpy as np
 import pytest
 import torch
-from gpu_in_python import PythonGpu
+from gpu_in_python import InPlaceGpu
 from kernel_values import Shared
 from public_gpu import public_gpu
 from test_computed_in_python import Call, compare, inputs, unset, wanted
@@ -20,7 +20,7 @@ from test_public_calls_in_python import Case, results
 from test_public_calls_in_python import inputs as inputs_of
 
 from fa2tune.calling.schedules import longer_blocks_schedule
-from fa2tune.launching import key_splits, launch, passes
+from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.sm90 import fwd_80_keys
 from fa2tune.spec.extent import RAGGED, Extent
@@ -45,15 +45,11 @@ def _as_rows(units: Shared, first: int, height: int) -> Shared:
     return Shared(units.dtype, [height, columns], found)
 
 
-class LongerGpu(PythonGpu):
-    """For plans of key_splits. Shared memory in units is what it is on a GPU, where no unit is seen as a tile of its size."""
+class LongerGpu(InPlaceGpu):
+    """Shared memory in units is what it is on a GPU, where no unit is seen as a tile of its size."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch, values=True)
-        made = launch.bind
-        monkeypatch.setattr(
-            key_splits, "bind", lambda *given, **named: self.bound.append(given[:3]) or made(*given, **named)
-        )
+        super().__init__(monkeypatch)
         in_units(monkeypatch)
 
     def forward(self, call: Call, given: dict[str, torch.Tensor], order: str, turns: bool) -> Any:
@@ -64,14 +60,7 @@ class LongerGpu(PythonGpu):
         config = {**fwd_80_keys.config_of(problem.specialization), "PINGPONG": turns}
         assert all(config[name] in values for name, values in fwd_80_keys.SPACE.dimensions.items())
         tensors = {"q": q, "k": k, "v": v, "o": unset(q, call.dims[1]), "lse": torch.full(q.shape[:3], torch.nan)}
-        plan = type("Plan", (), {})()
-        plan.chain, block = key_splits.bound(problem, tensors, call.softmax_scale, config, 0)
-        assert not block, "no memory next to the results"
-        self.run(plan, [self.place_values(name, tensor) for name, tensor in tensors.items()])
-        for base, buffer in self.buffers.items():
-            if buffer.name in ("o", "lse"):
-                assert (buffer.written == 1).all(), f"each word of {buffer.name} at {base:#x} is written once"
-        return tensors["o"], tensors["lse"]
+        return self.run_whole(problem, tensors, call.softmax_scale, config)
 
 
 def in_units(monkeypatch: pytest.MonkeyPatch, **others: Any) -> None:

@@ -12,7 +12,7 @@ import kernels_in_python
 import pytest
 import torch
 from added_terms import add_terms
-from gpu_in_python import PythonGpu
+from gpu_in_python import InPlaceGpu
 from kernel_values import Buffer
 from public_gpu import public_gpu
 from test_computed_in_python import Call, compare, inputs, unset, wanted
@@ -21,7 +21,7 @@ from test_public_calls_in_python import Case, results
 from test_public_calls_in_python import inputs as inputs_of
 
 from fa2tune.calling.schedules import few_keys_schedule
-from fa2tune.launching import key_splits, launch, passes
+from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.sm90 import fwd_one_tile
 from fa2tune.spec.extent import RAGGED, Extent
@@ -52,16 +52,12 @@ class LateCopies(kernels_in_python._Mbarrier):
             super().wait(barrier, phase, pred)
 
 
-class OneTileGpu(PythonGpu):
-    """For plans of key_splits. ``copies``: (kind, tensor) of each by TMA; ``late``: those that have not landed."""
+class OneTileGpu(InPlaceGpu):
+    """``copies``: (kind, tensor) of each by TMA; ``late``: those that have not landed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch, values=True)
+        super().__init__(monkeypatch)
         self.copies, self.late = list[tuple[str, str]](), LateCopies()
-        made = launch.bind
-        monkeypatch.setattr(
-            key_splits, "bind", lambda *given, **named: self.bound.append(given[:3]) or made(*given, **named)
-        )
         names = {"mbarrier": self.late, "tma_load": self.late.load}
         monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, **names})
         monkeypatch.setattr(kernels_in_python, "_MODULES", {})
@@ -79,14 +75,7 @@ class OneTileGpu(PythonGpu):
         config = fwd_one_tile.config_of(problem.specialization, *tile)
         assert all(config[name] in values for name, values in fwd_one_tile.SPACE.dimensions.items())
         tensors = {"q": q, "k": k, "v": v, "o": unset(q, call.dims[1]), "lse": torch.full(q.shape[:3], torch.nan)}
-        plan = type("Plan", (), {})()
-        plan.chain, block = key_splits.bound(problem, tensors, call.softmax_scale, config, 0)
-        assert not block, "no memory beside the results"
-        self.run(plan, [self.place_values(name, tensor) for name, tensor in tensors.items()])
-        for base, buffer in self.buffers.items():
-            if buffer.name in ("o", "lse"):
-                assert (buffer.written == 1).all(), f"each word of {buffer.name} at {base:#x} is written once"
-        return tensors["o"], tensors["lse"]
+        return self.run_whole(problem, tensors, call.softmax_scale, config)
 
 
 @pytest.fixture
