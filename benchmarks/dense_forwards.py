@@ -3,7 +3,9 @@
     python benchmarks/dense_forwards.py RECORD... --compile                                  # first: every binary; no GPU
     python benchmarks/dense_forwards.py RECORD... --out dense_forwards.json [--seconds 300]  # resumes from the file
     python benchmarks/dense_forwards.py RECORD... --wide --out dense_forwards_wide.json      # tiles of head dims above 128
+    python benchmarks/dense_forwards.py RECORD... --every 1 --splits --out dense_forwards_splits.json  # keys in parts
     python benchmarks/dense_forwards.py --grid 256 --out dense_forwards_grid.json            # calls of 16k tokens, hidden 2048
+    python benchmarks/dense_forwards.py --drawn HASH --near 0.1 --out dense_forwards_near.json  # 100 calls of their own
     python benchmarks/dense_forwards.py --table dense_forwards.json                         # a file, as text
 
 RECORD: drawings of benchmarks/random_calls.py (benchmarks/calls/random_calls_6.json.gz). Of their forwards, those below
@@ -12,6 +14,9 @@ for each tile of few_tiles.PACES, "lazy" and, of LONG keys, "never"; a third sta
 of each size; tiles with all keys; blocks of 80 keys; the estimated best split of keys where queries are few, and the Hopper
 one where tiles are. With --wide: of calls with V in parts above 128, 128 x 64 tiles with and without turns and Q in
 registers, with a third stage where O has room of its own, which the search space leaves out, and 128 x 128 with V in halves.
+With --splits: of calls of few tiles and SPLIT_KEYS keys or more, forms of the Hopper kernel that splits keys.
+With --drawn: forwards that benchmarks/random_calls.py draws by that seed. With --near: of forms whose time is estimated, those
+that are expected to be as fast as the fastest, or slower by that share at most, and each without NUMBERED, too.
 Each result is compared with float32 arithmetic; a wrong one is not timed, and said. Each candidate is a CUDA graph; replays
 are interleaved; the file holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute
 capability 9.0.
@@ -22,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,6 +36,7 @@ from typing import Any
 import ahead
 import click
 import few_queries
+import random_calls
 import side_by_side
 import torch
 import workloads
@@ -46,6 +52,7 @@ from fa2tune.compiling.registry import variant_named
 from fa2tune.fleet.precompile import BinaryJob
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
+from fa2tune.search_spaces.sm90 import fwd_split
 from fa2tune.search_spaces.sm90.fwd import in_v_halves, of_tiles, third_stage
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, head_dim_parts
@@ -55,6 +62,7 @@ from fa2tune.spec.score import NONE
 BEHIND = 1.0
 BURST_MS = 3.0
 SHOWN, MOST_SHARED, FEW_QUERIES = 5, 4, 128
+SPLIT_KEYS = 600
 LONG = 512  #: from so many keys on forms are tried with RESCALE "never", too
 #: What is named of a config.
 NAMED = ("BLOCK_M", "BLOCK_N", "Q_STAGES", "STAGES", "RESCALE", "IN_PARTS", "HEADS_PER_WAVE", "maxnreg", "O_THROUGH")
@@ -71,7 +79,7 @@ def calls(
 ) -> dict[str, tuple[Problem, Mapping[str, float]]]:
     """Name -> (call, recorded microseconds), of the forwards behind a peer, or of every so many-th; of these head dims; with
     ``unmasked``, without a mask and of so many keys or more."""
-    found = {}
+    found = dict[str, tuple[Problem, Mapping[str, float]]]()
     for path in records:
         record = json.loads(gzip.decompress(path.read_bytes()))
         runs = record.get("runs", [record])
@@ -95,6 +103,15 @@ def grid(dims: tuple[int, ...]) -> dict[str, tuple[Problem, Mapping[str, float]]
             dict[str, float](),
         )
     return found
+
+
+def drawn(seeds: tuple[str, ...]) -> dict[str, tuple[Problem, Mapping[str, float]]]:
+    """Forwards that benchmarks/random_calls.py draws."""
+    return {
+        f"{seed} {name}": (problem, dict[str, float]())
+        for seed in seeds
+        for name, problem in random_calls.drawn(seed).items()
+    }
 
 
 def label(config: Config) -> str:
@@ -129,10 +146,57 @@ def of_80_keys(problem: Problem, arch: int) -> list[Config]:
     return [{**space.config_of(problem.specialization), "PINGPONG": turns} for turns in (False, True)]
 
 
-def candidates(problem: Problem, gpu: Gpu, wide: bool = False) -> dict[str, Config]:
-    """Name -> config; the first is the row's."""
+def may_split(problem: Problem, gpu: Gpu) -> bool:
+    """Whether forms of the Hopper kernel that splits keys are tried with --splits: tiles of head dims above 128 are few."""
+    tiles = problem.query_tiles(128) * problem.heads_q
+    turns = 2 if problem.mask == FULL or problem.seqlen_k >= 4 * problem.seqlen_q else 1
+    wide = 128 < max(problem.head_dim, problem.head_dim_v) <= fwd_split.MOST_IN_TURN
+    few = tiles <= turns * gpu.sm_count and problem.seqlen_k >= SPLIT_KEYS
+    return wide and few and key_splits_schedule.hopper_best(problem, gpu) is not None
+
+
+def split_candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
+    """As ``candidates``, with --splits: the row's form of the tuned kernel and the best one, and splits into as many parts as
+    are expected to be best, and as there are programs for at once: in turn, and with Q in shared memory and no turns."""
+    spec = problem.specialization
+    whole, found = few_tiles.best(problem, gpu.arch, gpu.sm_count), key_splits_schedule.hopper_best(problem, gpu)
+    made = [choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS).config, *([whole[1]] if whole else [])]
+    assert found is not None  # may_split
+    tiles = problem.query_tiles(128) * problem.heads_q
+    for parts in dict.fromkeys((found[1]["SPLITS"], max(2, gpu.sm_count // tiles))):
+        usual = dict(fwd_split.config_of(spec, 128, parts))
+        made += [usual, {**usual, "PINGPONG": False, "NUMBERED": False, "Q_IN_REGISTERS": False}]
+    made += [found[1]]
+    return {label(one): one for one in made}
+
+
+def near(problem: Problem, gpu: Gpu, configs: Mapping[str, Config], share: float) -> dict[str, Config]:
+    """Those of the Hopper forward that are estimated to be no slower than the fastest by more than a share, with and without
+    NUMBERED, and all others."""
+    times = {
+        name: few_tiles.expected_us(problem, config, gpu.sm_count)
+        if "maxnreg" in config and "BLOCK_N" in config
+        else None
+        for name, config in configs.items()
+        if not few_queries.in_place(config)
+    }
+    known = [time for time in times.values() if time is not None]
+    most = min(known, default=0.0) * (1 + share)
+    found = [config for name, config in configs.items() if (times.get(name) or 0.0) <= most]
+    tuned = [config for config in found if config.get("NUMBERED") and not few_queries.in_place(config)]
+    return {label(one): one for one in [*found, *({**config, "NUMBERED": False} for config in tuned)]}
+
+
+def candidates(
+    problem: Problem, gpu: Gpu, wide: bool = False, share: float | None = None, splits: bool = False
+) -> dict[str, Config]:
+    """Name -> config; the first is the row's, where ``share`` is None."""
     if wide:
         return wide_candidates(problem, gpu)
+    if splits:
+        return split_candidates(problem, gpu)
+    if share is not None:
+        return near(problem, gpu, candidates(problem, gpu), share)
     spec, space = problem.specialization, variant_named("sm90/fwd").space
     row = choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS)
     made = [row.config, *(of_tiles(spec, *form) for form in few_tiles.PACES)]
@@ -156,9 +220,9 @@ def candidates(problem: Problem, gpu: Gpu, wide: bool = False) -> dict[str, Conf
     return {label(one): one for one in made}
 
 
-def launched(problem: Problem, gpu: Gpu, wide: bool) -> Iterator[BinaryJob]:
+def launched(problem: Problem, gpu: Gpu, configs: Iterable[Config]) -> Iterator[BinaryJob]:
     """The binaries of the candidates."""
-    for config in candidates(problem, gpu, wide).values():
+    for config in configs:
         if few_queries.in_place(config):
             kernels = [(v, c, its.specialization) for v, c, its in key_splits.kernels(problem, config, gpu.arch)]
         else:
@@ -220,33 +284,41 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.option("--dim", "dims", type=int, multiple=True, help="Only calls of this head dim.")
 @click.option("--grid", "grids", type=int, multiple=True, help="Calls of the grid, of this head dim, without a mask.")
 @click.option("--unmasked", type=int, default=0, help="Only calls without a mask, of so many keys or more.")
+@click.option("--splits", is_flag=True, help="Only calls of few tiles, in forms of the kernel that splits keys.")
+@click.option("--drawn", "seeds", multiple=True, help="Forwards that benchmarks/random_calls.py draws by this seed.")
+@click.option("--near", "near_by", type=float, help="Leave out forms that are expected to take longer by this share.")
 @click.option("--wide", is_flag=True, help="Only calls of head dims in parts above 128, in forms of 128 x 64 tiles.")
 @click.option(
     "--compile", "compiled", is_flag=True, help="Compile what would be timed on an H200, on all cores; no GPU."
 )
 @side_by_side.timing_options
 def main(records: tuple[Path, ...], listed: bool, every: int | None, dims: tuple[int, ...], grids: tuple[int, ...],
-         unmasked: int, wide: bool, compiled: bool, share: slice, seconds: float, out: Path | None,
-         shown: Path | None) -> None:  # fmt: skip
+         unmasked: int, seeds: tuple[str, ...], near_by: float | None, splits: bool, wide: bool, compiled: bool, share: slice,
+         seconds: float, out: Path | None, shown: Path | None) -> None:  # fmt: skip
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
-    wanted = dict(list((calls(records, every, wide, dims, unmasked) | grid(grids)).items())[share])
+    wanted = dict(list((calls(records, every, wide, dims, unmasked) | grid(grids) | drawn(seeds)).items())[share])
+    forms_of = partial(candidates, wide=wide, share=near_by, splits=splits)
+    if splits:
+        wanted = {name: one for name, one in wanted.items() if may_split(one[0], gpus.named("h200"))}
     if listed:
         for name, (problem, _) in wanted.items():
-            click.echo(
-                f"{name}: {workloads.described(problem)}: {'; '.join(candidates(problem, gpus.named('h200'), wide))}"
-            )
+            forms = forms_of(problem, gpus.named("h200"))
+            click.echo(f"{name}: {workloads.described(problem)}: {'; '.join(forms)}")
         return
     if compiled:
         gpu = gpus.named("h200")
-        ahead.compile_all((job for problem, _ in wanted.values() for job in launched(problem, gpu, wide)), gpu)
+        jobs = (
+            job for problem, _ in wanted.values() for job in launched(problem, gpu, forms_of(problem, gpu).values())
+        )
+        ahead.compile_all(jobs, gpu)
         return
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
 
     def one(pair: tuple[Problem, Mapping[str, float]]) -> dict[str, Any]:
         problem, us = pair
-        times, wrong = measured(problem, partial(candidates, gpu=dispatch.gpu_of(0), wide=wide))
+        times, wrong = measured(problem, partial(forms_of, gpu=dispatch.gpu_of(0)))
         return {"call": workloads.described(problem), "us": times, "wrong": wrong, "when drawn": us}
 
     side_by_side.fill(record, wanted, one, seconds, out, line)

@@ -3,15 +3,16 @@
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import SearchSpace
 
-#: Parts that a program has at once where there are few of them, and where there are many; rows, so that it has PARTS of both.
-FEW, MANY = 4, 32
+#: Parts that a program has at once: the fewest that hold all, or the most; and rows, so that it has PARTS of both. With one row
+#: a program, 2872 rows of 5 parts took 12 us more than of 4.
+AT_ONCE = (4, 8, 16, 32)
 PARTS = 32
 #: Parts that there are at most.
 MOST_SPLITS = 256
 
 
 def config_of(arch: int, splits: int) -> Config:
-    at_once = FEW if splits <= FEW else MANY
+    at_once = next((parts for parts in AT_ONCE if splits <= parts), AT_ONCE[-1])
     return {
         "BLOCK_R": PARTS // at_once, "BLOCK_S": at_once, "EARLY": arch >= 90, "SPLITS": splits, "num_warps": 4,
         "num_stages": 1, "maxnreg": 0,
@@ -25,8 +26,8 @@ def default(spec: Specialization, arch: int) -> Config:
 SPACE = SearchSpace(
     name="fwd_combine",
     dimensions={
-        "BLOCK_R": (PARTS // FEW, PARTS // MANY),
-        "BLOCK_S": (FEW, MANY),
+        "BLOCK_R": tuple(PARTS // parts for parts in AT_ONCE),
+        "BLOCK_S": AT_ONCE,
         "EARLY": (False, True),  # starts before the parts are written, and waits for them
         "SPLITS": tuple(range(2, MOST_SPLITS + 1)),
         "num_warps": (4,),

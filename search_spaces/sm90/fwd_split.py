@@ -16,6 +16,8 @@ from fa2tune.spec.variant import SearchSpace
 ROWS = (64, 128)
 #: BLOCK_M -> programs that a multiprocessor holds at once, maxnreg for that, and registers that a consumer thread gets then.
 HELD = {64: (2, 128, 232), 128: (1, 0, 240)}
+#: Columns of Q or V up to which groups take turns (docs/experiments/few-queries.md).
+MOST_IN_TURN = 192
 #: Parts that keys are split into at most.
 MOST_SPLITS = 256
 
@@ -31,16 +33,23 @@ def fits(spec: Specialization, config: Config) -> bool:
 
 
 def _tile(spec: Specialization, rows: int) -> Config | None:
-    """As many keys a block as fit beside two stages, then as many stages; None: nothing fits."""
-    narrow = max(block_dims(spec)) <= 128
+    """As many keys a block as fit beside two stages, then as many stages; None: nothing fits. Two groups take turns up to
+    MOST_IN_TURN columns; of more than 128 in blocks of 64 keys Q then stays in registers, if they leave room."""
+    narrow, of_parts = max(block_dims(spec)) <= 128, parts_pay(spec)
     tile = {
         "BLOCK_M": rows, "PINGPONG": rows > ROWS[0] and narrow, "Q_IN_REGISTERS": rows == ROWS[0],
         "NUMBERED": rows > ROWS[0] and narrow and (spec.mask_hooks.masked or max(block_dims(spec)) == 128),
-        "IN_PARTS": parts_pay(spec), "num_warps": 4, "maxnreg": HELD[rows][1],
+        "IN_PARTS": of_parts, "num_warps": 4, "maxnreg": HELD[rows][1],
     }  # fmt: skip
     sizes = ((keys, stages) for keys in (128, 64) for stages in (3, 2))
-    found = ({**tile, "BLOCK_N": keys, "STAGES": stages} for keys, stages in sizes)
-    return next((one for one in found if fits(spec, one)), None)
+    found = next(
+        (one for one in ({**tile, "BLOCK_N": keys, "STAGES": stages} for keys, stages in sizes) if fits(spec, one)),
+        None,
+    )
+    if found is None or narrow or rows == ROWS[0] or max(columns(spec, tile)) > MOST_IN_TURN:
+        return found
+    kept = {**found, "PINGPONG": True, "NUMBERED": True, "Q_IN_REGISTERS": True}
+    return kept if found["BLOCK_N"] == 64 and fits(spec, kept) else {**found, "PINGPONG": True}
 
 
 def tiles(spec: Specialization, arch: int) -> tuple[int, ...]:

@@ -17,11 +17,11 @@ from fa2tune.calling.kinds import PORTABLE_ROWS, WARP_SPECIALIZED_ROWS
 from fa2tune.calling.schedules import few_tiles, key_splits_schedule
 from fa2tune.compiling import limits
 from fa2tune.launching import key_splits
-from fa2tune.search_spaces.portable import fwd_split
+from fa2tune.search_spaces.portable import fwd_combine, fwd_split
 from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
 from fa2tune.spec.extent import Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
-from fa2tune.spec.problem import Problem
+from fa2tune.spec.problem import Problem, Specialization
 from fa2tune.spec.score import score_of
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
@@ -347,7 +347,7 @@ def test_causal_calls_of_one_turn_are_split_where_that_was_faster():
     }
     taken = [split / whole for problem, (split, whole) in raced.items() if problem in by_hopper]
     left = [split / whole for problem, (split, whole) in raced.items() if problem not in by_hopper]
-    assert len(taken) == 2 and max(taken) < 0.9 and len(left) > 25 and sorted(left)[2] > 0.9
+    assert len(taken) == 3 and max(taken) < 1.01 and sorted(taken)[1] < 0.9 and len(left) > 25 and sorted(left)[2] > 0.9
 
 
 @pytest.mark.parametrize("sizes", sorted(few_tiles.PACES), ids=str)
@@ -450,3 +450,23 @@ def test_programs_that_share_multiprocessors_are_not_estimated_as_alone(monkeypa
             return key_splits_schedule.split_us(asked, config, H200) - found
 
     assert alone_us(132) == pytest.approx(1.0) and alone_us(133) == 0
+
+
+@pytest.mark.parametrize(
+    ("dims", "turns", "kept"),
+    [((128, 128), True, False), ((152, 152), True, False), ((184, 184), True, True), ((192, 128), True, False),
+     ((200, 200), False, False), ((160, 208), False, False)],
+)  # fmt: skip
+def test_groups_of_a_split_take_turns_where_that_was_faster(dims, turns, kept):
+    for mask in ("full", "causal"):
+        spec = Specialization("bf16", *dims, mask)
+        config = hopper_split.config_of(spec, 128, 2)
+        assert (config["PINGPONG"], config["Q_IN_REGISTERS"]) == (turns, kept) and hopper_split.fits(spec, config)
+        assert kept <= config["NUMBERED"] and not (config["BLOCK_N"] == 128 and kept)
+
+
+@pytest.mark.parametrize(("splits", "at_once"), [(2, 4), (4, 4), (5, 8), (9, 16), (16, 16), (17, 32), (256, 32)])
+def test_parts_are_put_together_by_as_many_at_once_as_there_are(splits, at_once):
+    config = fwd_combine.config_of(90, splits)
+    assert config["BLOCK_S"] == at_once and config["BLOCK_R"] * at_once == fwd_combine.PARTS
+    assert all(config[name] in values for name, values in fwd_combine.SPACE.dimensions.items())

@@ -8,6 +8,7 @@ what ``benchmarks/launch_choices.py`` and ``dense_forwards.py`` recorded in benc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,6 +35,17 @@ class TilePace:
     start: tuple[float, float]  #: start and end of a tile, at 128 and 384
 
 
+@dataclass(frozen=True)
+class DenseShares:
+    """What dense calls take over what a TilePace says. Of two numbers the first is without a mask, the second under one."""
+
+    block: tuple[float, float]
+    start: tuple[float, float]
+    never: tuple[float, float]  #: a block with RESCALE "never", once more
+    wider: float  #: what that takes more for 128 columns above 256
+    apart: float  #: a block where the head dims of Q and V differ, once more
+
+
 PACES: dict[TileForm, TilePace] = {
     (64, 64, 80): TilePace((0.93, 1.26, 1.65), (1.39, 4.35)),
     (64, 64, 128): TilePace((0.65, 0.86, 1.2), (1.1, 2.87)),
@@ -43,12 +55,30 @@ PACES: dict[TileForm, TilePace] = {
     (192, 64, 0): TilePace((0.765, 1.005, 1.74), (2.29, 3.92)),
     (192, 128, 0): TilePace((1.46, 2.0, 2.3), (2.58, 3.5)),
 }
+#: Fitted by benchmarks/few_tiles_fit.py to races of drawn calls, where forms are close; packed calls have none of it.
+DENSE_SHARES: dict[TileForm, DenseShares] = {
+    (64, 64, 80): DenseShares((0.978, 1.015), (0.991, 1.013), (1.009, 1.044), -0.0, 0.912),
+    (64, 64, 128): DenseShares((0.964, 0.977), (1.028, 1.041), (0.998, 1.017), -0.007, 0.928),
+    (64, 128, 128): DenseShares((0.943, 0.978), (1.017, 1.017), (1.012, 1.051), 0.0, 0.938),
+    (128, 64, 0): DenseShares((0.992, 0.993), (0.952, 1.021), (0.949, 0.913), -0.012, 1.002),
+    (128, 128, 0): DenseShares((0.96, 0.963), (0.934, 1.082), (0.983, 1.017), -0.011, 1.013),
+    (192, 64, 0): DenseShares((1.0, 1.015), (0.873, 0.972), (0.977, 1.021), 0.211, 0.935),
+    (192, 128, 0): DenseShares((0.959, 0.982), (0.978, 1.014), (1.03, 1.029), -0.0, 0.984),
+}
+#: What a dense call's block with RESCALE "never" takes more where a multiprocessor has one tile of FULL_TILE rows: at 128
+#: columns, and more for 128 columns more, without a mask and under one. Of FEW_TURNS_END tiles nothing, in between by the
+#: logarithm of tiles.
+FEW_TURNS, FEW_TURNS_END = ((0.027, 0.036), (-0.031, 0.085)), 8
+#: What a dense call's block takes more where K and V are released at named barriers, without a mask and under one. Forms that
+#: may serve in place of a row's have none, but for 128 rows and 64 keys of a head dim in NUMBERED_DIMS without a mask, where
+#: they are as fast or faster (docs/experiments/few-tiles.md).
+NUMBERED, NUMBERED_DIMS = (1.019, 1.016), (128, 192)
 LEAST_COLUMNS = 64  #: fewer were not timed
 #: Up to this head dim parts take as long as columns of padding: of what 128 columns are estimated at 125 times in parts and
 #: 101 padded are 0.98, at 48.
 WHOLE_DIM = 64
-#: Programs that a multiprocessor holds at once -> microseconds of a launch; and what a second Q adds.
-LAUNCH_US, SECOND_Q_US = {1: 3.41, 2: 2.97, 3: 3.01}, 0.48
+#: Programs that a multiprocessor holds at once -> microseconds of a launch; of dense calls; and what a second Q adds.
+LAUNCH_US, DENSE_LAUNCH_US, SECOND_Q_US = {1: 3.41, 2: 2.97, 3: 3.01}, {1: 3.59, 2: 2.87, 3: 2.9}, 0.48
 #: RESCALE "never": a block's time over that of "lazy", at the columns of TilePace.block, of up to the last; what a tile's start
 #: takes more at 128 columns, and more for 128 columns more; microseconds of the pass over K that comes before, and bytes of K a
 #: microsecond. Where times come from rows, whose blocks have all of it but the pass, that takes what NORMS_US says.
@@ -89,9 +119,9 @@ MORE_FORMS_ABOVE = 168
 #: more so the more often tiles load K and V: rows of a tile -> head dim -> so many times as long a block took; 0: of others
 #: (docs/experiments/few-tiles.md).
 SECTOR_COSTS: dict[int, dict[int, float]] = {
-    64: {24: 1.45, 40: 1.7, 56: 1.23, 72: 1.98, 88: 1.65, 104: 1.5, 120: 1.5, 0: 1.3},
-    128: {24: 1.0, 40: 1.1, 56: 0.95, 72: 1.13, 88: 1.08, 104: 1.1, 0: 1.04},
-    192: {24: 1.0, 40: 0.98, 56: 0.95, 72: 1.07, 88: 1.07, 0: 1.1},
+    64: {24: 1.395, 40: 1.627, 56: 1.22, 72: 1.929, 88: 1.643, 104: 1.732, 120: 1.508, 0: 1.318},
+    128: {24: 1.051, 40: 1.046, 56: 0.973, 72: 1.121, 88: 1.087, 104: 1.098, 0: 1.055},
+    192: {24: 1.005, 40: 0.971, 56: 0.949, 72: 1.08, 88: 1.069, 0: 1.058},
 }
 #: Forms that may serve in place of a row's; and with RESCALE "never", from LONG_KEYS keys on. 192 x 128 leaves no more, but for
 #: one call of head dim 48 that took 0.91 and 0.94 of the time in two races: offered up to WHOLE_DIM.
@@ -176,14 +206,23 @@ def columns(problem: Problem, config: Config) -> int:
 def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | None:
     """Microseconds of a launch, of a key block, and of a tile's start and end, with a config of the Hopper forward; None: of
     its form nothing was measured, or the config is of another kernel, whose tiles may have the same sizes."""
-    pace = PACES.get((config["BLOCK_M"], config["BLOCK_N"], config["maxnreg"]))
+    form = config["BLOCK_M"], config["BLOCK_N"], config["maxnreg"]
+    pace = PACES.get(form)
     if pace is None or implementation_of(config) != WARP_SPECIALIZED:
         return None
-    wide = columns(problem, config)
+    wide, dense, masked = columns(problem, config), not problem.extent.ragged, problem.mask != FULL
     block, start = _at(pace.block, wide), _at(pace.start, wide, 256)
-    launch = LAUNCH_US[PROGRAMS[config["maxnreg"]]] + (SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0)
+    launch = (DENSE_LAUNCH_US if dense else LAUNCH_US)[PROGRAMS[config["maxnreg"]]]
+    launch += SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0
+    if dense:
+        shares = DENSE_SHARES[form]
+        block *= shares.block[masked] * (shares.apart if problem.head_dim != problem.head_dim_v else 1.0)
+        if config["RESCALE"] == "never":
+            block *= shares.never[masked] * (1 + shares.wider * max(0.0, wide / 128 - 2))
+        block *= NUMBERED[masked] if config.get("NUMBERED") else 1.0
+        start *= shares.start[masked]
     if config.get("V_HALVES"):
-        return launch, *IN_HALVES[problem.mask != FULL]
+        return launch, *IN_HALVES[masked]
     if config["RESCALE"] == "never":
         block *= _at(_never(problem, config), min(max(wide, 128), 384))
         start += NEVER_START + NEVER_START_WIDER * (wide / 128 - 1)
@@ -213,12 +252,24 @@ def has_narrow_part(problem: Problem) -> bool:
     return above < max(problem.head_dim, problem.head_dim_v) <= up_to
 
 
+def few_turns_cost(problem: Problem, config: Config, sm_count: int) -> float:
+    """How many times as long a block takes with RESCALE "never" where multiprocessors have few tiles: it pays where they are
+    at the GPU's power limit."""
+    if config["RESCALE"] != "never":
+        return 1.0
+    turns = problem.query_tiles(FULL_TILE) * problem.heads_q / sm_count
+    few = max(0.0, 1 - math.log(max(turns, 1.0), FEW_TURNS_END))
+    first, wider = FEW_TURNS[problem.mask != FULL]
+    return 1 + few * (first + wider * (columns(problem, config) / 128 - 1))
+
+
 def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None:
     """Microseconds that a config of the Hopper forward is expected to take for a dense call; None: of its form nothing was
     measured."""
     if not covers(problem) or (paces := paces_us(problem, config)) is None:
         return None
     launch, block, start = paces
+    block *= few_turns_cost(problem, config, sm_count)
     shared = config["BLOCK_M"] == 64 and problem.query_tiles(64) * problem.heads_q > sm_count
     if shared and has_narrow_part(problem):
         block *= NARROW_PART
@@ -234,13 +285,20 @@ def norms_us(problem: Problem) -> float:
     return NORMS_US + _bytes_of_k(problem) / NORMS_BYTES_PER_US
 
 
+def tiles_of(spec: Specialization, form: TileForm) -> Config:
+    """The config of a form, with named barriers where they gain."""
+    above, up_to = NUMBERED_DIMS
+    gains = form == (128, 64, 0) and spec.mask == FULL.name and above < max(spec.head_dim, spec.head_dim_v) <= up_to
+    return {**of_tiles(spec, *form), "NUMBERED": gains}
+
+
 @lru_cache(maxsize=1024)
 def configs(spec: Specialization, arch: int) -> tuple[Config, ...]:
     """Those of OFFERED and NEVER_OFFERED that these head dims leave room for, and with a third stage; of TURNS_DIMS above
     MORE_FORMS_ABOVE also with Q in shared memory, without a mask, and with V in halves."""
 
     def of(forms: Sequence[TileForm]) -> list[Config]:
-        found = [of_tiles(spec, *form) for form in forms]
+        found = [tiles_of(spec, form) for form in forms]
         return found + [third for config in found if (third := third_stage(spec, config)) is not None]
 
     narrow = max(spec.head_dim, spec.head_dim_v) <= WHOLE_DIM
@@ -248,7 +306,7 @@ def configs(spec: Specialization, arch: int) -> tuple[Config, ...]:
     found += [{**config, "RESCALE": "never"} for config in of(NEVER_OFFERED)]
     if takes_turns(spec) and spec.head_dim > MORE_FORMS_ABOVE:
         if spec.mask == FULL.name:
-            found.append({**of_tiles(spec, 128, 64, 0), "Q_IN_REGISTERS": False})
+            found.append({**tiles_of(spec, (128, 64, 0)), "Q_IN_REGISTERS": False})
         if (halves := in_v_halves(spec)) is not None:
             found.append(halves)
     return tuple(config for config in found if SPACE.broken(config, spec, arch) is None)
