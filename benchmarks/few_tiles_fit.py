@@ -35,14 +35,15 @@ from fa2tune.spec.problem import Config, Problem
 MULTIPROCESSORS = 132
 FORMS = tuple(few_tiles.PACES)
 #: Shares of a form: two of a block, two of a start, two of "never", wider, and apart; of all: launches, NUMBERED, FEW_TURNS.
-SHARES, LAUNCHES, FEW, NUMBERED = 8, 3, 4, 2
+SHARES, LAUNCHES, FEW, NUMBERED = 8, 3, 6, 2
 #: (rows of a tile, head dim) of SECTOR_COSTS.
 SECTORS = tuple((rows, dim) for rows, dims in few_tiles.SECTOR_COSTS.items() for dim in dims)
 #: Weight of a call's common error; of a constant's distance from none, and of those that were added for what these races show;
 #: where errors count less than squared.
 COMMON, HELD, HELD_LESS, OUTLIER, STEPS = 0.3, 1.5, 0.3, 0.05, 25
 NEUTRAL = {form: DenseShares((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), 0.0, 1.0) for form in FORMS}
-NO_TURNS = (0.0, 0.0), (0.0, 0.0)
+NO_TURNS = (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)
+WIDER, APART = 6, 7  #: places of these shares; of pairs the first ones are 0, 2 and 4
 CALL = re.compile(
     r"(?P<batch>\d+) x (?P<heads_q>\d+)/(?P<heads_kv>\d+) heads, (?P<seqlen_q>\d+) queries, (?P<seqlen_k>\d+) keys, "
     r"head dim (?P<head_dim>\d+)(?:/(?P<head_dim_v>\d+))?, (?P<mask>full|causal)$"
@@ -119,10 +120,17 @@ def sector(one: Raced) -> int:
     return -1 if worst is None else SECTORS.index((rows, worst if worst in known else 0))
 
 
+def named(one: Raced) -> bool:
+    """Whether a form has named barriers where they cost."""
+    return bool(one.config["NUMBERED"]) and not few_tiles.named_barriers_suit(
+        one.problem.specialization, FORMS[one.form]
+    )
+
+
 def parted(at: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Shares of SECTORS and of launches, NUMBERED and FEW_TURNS."""
     sectors, launch, numbered, few = np.split(at[SHARES * len(FORMS) :], np.cumsum([len(SECTORS), LAUNCHES, NUMBERED]))
-    return np.exp(sectors), np.exp(launch), np.exp(numbered), few.reshape(2, 2)
+    return np.exp(sectors), np.exp(launch), np.exp(numbered), few.reshape(3, 2)
 
 
 class Calls:
@@ -134,13 +142,14 @@ class Calls:
         self.of_call = np.bincount(self.call)
         self.form = np.array([one.form for one in forms])
         self.masked = np.array([int(one.problem.mask != FULL) for one in forms])
-        self.numbered = np.array([bool(one.config["NUMBERED"]) for one in forms])
+        self.numbered = np.array([named(one) for one in forms])
         self.never = np.array([one.config["RESCALE"] == "never" for one in forms])
         self.apart = np.array([one.problem.head_dim != one.problem.head_dim_v for one in forms])
         self.log_us = np.log([one.us for one in forms])
         self.sector = np.array([sector(one) for one in forms])
         self.columns = np.array([few_tiles.columns(one.problem, one.config) for one in forms])
         turns = [one.problem.query_tiles(few_tiles.FULL_TILE) * one.problem.heads_q / MULTIPROCESSORS for one in forms]
+        self.few_of = np.where(self.masked, 2, [int(one.config["STAGES"] == 3) for one in forms])
         self.few = np.maximum(0.0, 1 - np.log(np.maximum(turns, 1.0)) / np.log(few_tiles.FEW_TURNS_END))
         self.programs = np.array([PROGRAMS[one.config["maxnreg"]] for one in forms])
         self.now = np.log([few_tiles.expected_us(one.problem, one.config, MULTIPROCESSORS) for one in forms])  # type: ignore[arg-type]
@@ -152,21 +161,22 @@ class Calls:
     def _terms(one: Raced) -> tuple[float, float, float, float, float]:
         """Microseconds of a launch beside LAUNCH_US, of a block, of a tile's start and end; and how many blocks and tiles the
         busiest multiprocessor has."""
-        names = "DENSE_SHARES", "DENSE_LAUNCH_US", "NUMBERED", "FEW_TURNS"
+        names = "DENSE_SHARES", "DENSE_LAUNCH_US", "NUMBERED", "FEW_TURNS", "DENSE_SECTOR_COSTS"
         there = [getattr(few_tiles, name) for name in names]
-        for name, neutral in zip(names, (NEUTRAL, few_tiles.LAUNCH_US, (1.0, 1.0), NO_TURNS), strict=True):
-            setattr(few_tiles, name, neutral)
+        neutral = NEUTRAL, few_tiles.LAUNCH_US, (1.0, 1.0), NO_TURNS, few_tiles.SECTOR_COSTS
+        for name, value in zip(names, neutral, strict=True):
+            setattr(few_tiles, name, value)
         try:
             paces = few_tiles.paces_us(one.problem, one.config)
-            whole = few_tiles.expected_us(one.problem, one.config, MULTIPROCESSORS)
         finally:
             for name, value in zip(names, there, strict=True):
                 setattr(few_tiles, name, value)
-        assert paces is not None and whole is not None  # ``raced``
+        assert paces is not None  # ``raced``
         launch, block, start = paces
-        played = busiest(one.problem, one.config, MULTIPROCESSORS, start / block)
-        block = (whole - launch) / played  # with what narrow parts cost
-        more = busiest(one.problem, one.config, MULTIPROCESSORS, start / block + 0.05)
+        block *= few_tiles.narrow_part_cost(one.problem, one.config, MULTIPROCESSORS)
+        played, more = (
+            busiest(one.problem, one.config, MULTIPROCESSORS, start / block + behind) for behind in (0.0, 0.05)
+        )
         tiles = (more - played) / 0.05
         return (
             launch - few_tiles.LAUNCH_US[PROGRAMS[one.config["maxnreg"]]], block, start, played - tiles * start / block, tiles
@@ -177,10 +187,10 @@ class Calls:
         of_forms = at[: SHARES * len(FORMS)].reshape(len(FORMS), SHARES)[self.form]
         shares, row = np.exp(of_forms), np.arange(len(self.form))
         sectors, launch, numbered, few = parted(at)
-        few = few[self.masked]
-        never = shares[row, 4 + self.masked] * (1 + of_forms[:, 6] * np.maximum(0.0, self.columns / 128 - 2))
+        few = few[self.few_of]
+        never = shares[row, 4 + self.masked] * (1 + of_forms[:, WIDER] * np.maximum(0.0, self.columns / 128 - 2))
         never = never * (1 + self.few * (few[:, 0] + few[:, 1] * (self.columns / 128 - 1)))
-        block = self.block * shares[row, self.masked] * np.where(self.apart, shares[:, 7], 1.0)
+        block = self.block * shares[row, self.masked] * np.where(self.apart, shares[:, APART], 1.0)
         block = block * np.where(self.never, never, 1.0) * np.append(sectors, 1.0)[self.sector]
         block = block * np.where(self.numbered, numbered[self.masked], 1.0)
         first = np.array([few_tiles.LAUNCH_US[n] for n in (1, 2, 3)]) * launch
@@ -196,7 +206,7 @@ class Calls:
     def fitted(self) -> np.ndarray:
         start = np.zeros(SHARES * len(FORMS) + len(SECTORS) + LAUNCHES + NUMBERED + FEW)
         self.held = np.full(len(start), HELD)
-        self.held[6 : SHARES * len(FORMS) : SHARES] = HELD_LESS  # wider
+        self.held[WIDER : SHARES * len(FORMS) : SHARES] = HELD_LESS  # wider
         self.held[-FEW:] = HELD_LESS
         return np.asarray(least_squares(self.errors, start, loss="soft_l1", f_scale=OUTLIER, max_nfev=STEPS).x)
 
@@ -216,12 +226,12 @@ def constants(at: np.ndarray) -> Iterator[str]:
     for form, found in zip(FORMS, at[: SHARES * len(FORMS)].reshape(len(FORMS), SHARES), strict=True):
         one = [round(float(share), 3) for share in np.exp(found)]
         pairs = ", ".join(str(tuple(one[place : place + 2])) for place in (0, 2, 4))
-        yield f"    {form}: DenseShares({pairs}, {round(float(found[6]), 3)}, {one[7]}),"
+        yield f"    {form}: DenseShares({pairs}, {round(float(found[WIDER]), 3) + 0.0}, {one[APART]}),"
     sectors, launches, numbered, few = parted(at)
     costs = dict[int, dict[int, float]]()
     for (rows, dim), share in zip(SECTORS, sectors, strict=True):
         costs.setdefault(rows, {})[dim] = round(few_tiles.SECTOR_COSTS[rows][dim] * float(share), 3)
-    yield f"SECTOR_COSTS = {costs}"
+    yield f"DENSE_SECTOR_COSTS = {costs}"
     launch = {n: round(few_tiles.LAUNCH_US[n] * float(share), 2) for n, share in zip((1, 2, 3), launches, strict=True)}
     yield f"DENSE_LAUNCH_US = {launch}"
     yield f"NUMBERED = {tuple(numbered.round(3).tolist())}"
@@ -233,14 +243,15 @@ def constants(at: np.ndarray) -> Iterator[str]:
 @click.option("--without", multiple=True, type=click.Path(exists=True, path_type=Path), help="Not fitted to.")
 def main(records: tuple[Path, ...], without: tuple[Path, ...]) -> None:
     names = {path.resolve() for path in without}
-    read = {
-        path: list(raced(json.loads(gzip.decompress(path.read_bytes())))) for path in dict.fromkeys(records + without)
-    }
+    paths = dict.fromkeys(path.resolve() for path in records + without)
+    read = {path: list(raced(json.loads(gzip.decompress(path.read_bytes())))) for path in paths}
     read = {path: calls for path, calls in read.items() if calls}
-    at = Calls([call for path, calls in read.items() if path.resolve() not in names for call in calls]).fitted()
+    if not read.keys() - names:
+        raise click.UsageError("RECORD: nothing is left to fit to")
+    at = Calls([call for path, calls in read.items() if path not in names for call in calls]).fitted()
     for path, calls in read.items():
         one = Calls(calls)
-        held = ", held out" if path.resolve() in names else ""
+        held = ", held out" if path in names else ""
         click.echo(
             f"{path.name}: {len(calls)} calls{held}: present {one.longer(one.now)}, fitted {one.longer(one.logs(at))}"
         )

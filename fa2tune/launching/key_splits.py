@@ -12,7 +12,7 @@ run in place of the tuned kernel (``calling/schedules/in_place_schedule.py``), t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from types import ModuleType
@@ -140,7 +140,22 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
         configs += [space.config_of(spec, arch, problem.tma, *size) for size in sizes]
     if (space := space_of(problem, arch, FWD_SPLIT)) is not None and most_parts(problem, space, arch) > 1:
         configs += [space.config_of(spec, rows, 2) for rows in space.tiles(spec, arch)]
-    return [one for config in configs for one in kernels(problem, config, arch)]
+    found = [one for config in configs for one in kernels(problem, config, arch)]
+    if any(parts_of(config) > 1 for config in configs):
+        found += _combining(problem, arch)
+    return found
+
+
+def _combining(problem: Problem, arch: int) -> Iterator[tuple[Variant, Config, Problem]]:
+    """What puts any number of parts together: a binary for each number of them that a program has at once."""
+    posed = plain(problem)
+    combine = companion(FWD_COMBINE, posed.specialization, arch)
+    space, seen = space_file(combine.name), set[tuple[int, int]]()
+    for parts in range(2, max(space.SPACE.dimensions["SPLITS"]) + 1):
+        config = space.config_of(arch, parts)
+        if (tile := (config["BLOCK_R"], config["BLOCK_S"])) not in seen:
+            seen.add(tile)
+            yield combine, config, posed
 
 
 def space_of(problem: Problem, arch: int, role: str) -> ModuleType | None:

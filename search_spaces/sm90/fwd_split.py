@@ -33,23 +33,22 @@ def fits(spec: Specialization, config: Config) -> bool:
 
 
 def _tile(spec: Specialization, rows: int) -> Config | None:
-    """As many keys a block as fit beside two stages, then as many stages; None: nothing fits. Two groups take turns up to
-    MOST_IN_TURN columns; of more than 128 in blocks of 64 keys Q then stays in registers, if they leave room."""
-    narrow, of_parts = max(block_dims(spec)) <= 128, parts_pay(spec)
+    """As many keys a block as fit beside two stages, then as many stages; None: nothing fits. Dense calls above 128 columns
+    have groups in turn up to MOST_IN_TURN, and in blocks of 64 keys Q in registers: others were not timed so."""
+    narrow = max(block_dims(spec)) <= 128
     tile = {
         "BLOCK_M": rows, "PINGPONG": rows > ROWS[0] and narrow, "Q_IN_REGISTERS": rows == ROWS[0],
         "NUMBERED": rows > ROWS[0] and narrow and (spec.mask_hooks.masked or max(block_dims(spec)) == 128),
-        "IN_PARTS": of_parts, "num_warps": 4, "maxnreg": HELD[rows][1],
+        "IN_PARTS": parts_pay(spec), "num_warps": 4, "maxnreg": HELD[rows][1],
     }  # fmt: skip
     sizes = ((keys, stages) for keys in (128, 64) for stages in (3, 2))
-    found = next(
-        (one for one in ({**tile, "BLOCK_N": keys, "STAGES": stages} for keys, stages in sizes) if fits(spec, one)),
-        None,
-    )
-    if found is None or narrow or rows == ROWS[0] or max(columns(spec, tile)) > MOST_IN_TURN:
+    tiles_of_sizes = ({**tile, "BLOCK_N": keys, "STAGES": stages} for keys, stages in sizes)
+    found = next((one for one in tiles_of_sizes if fits(spec, one)), None)
+    timed = not (spec.ragged or spec.scored) and max(columns(spec, tile)) <= MOST_IN_TURN
+    if found is None or narrow or rows == ROWS[0] or not timed:
         return found
-    kept = {**found, "PINGPONG": True, "NUMBERED": True, "Q_IN_REGISTERS": True}
-    return kept if found["BLOCK_N"] == 64 and fits(spec, kept) else {**found, "PINGPONG": True}
+    kept = found["BLOCK_N"] == 64
+    return {**found, "PINGPONG": True, "NUMBERED": kept, "Q_IN_REGISTERS": kept}
 
 
 def tiles(spec: Specialization, arch: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
 from fa2tune.spec.extent import Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Problem, Specialization
+from fa2tune.spec.roles import FWD_COMBINE
 from fa2tune.spec.score import score_of
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
@@ -463,6 +464,9 @@ def test_groups_of_a_split_take_turns_where_that_was_faster(dims, turns, kept):
         config = hopper_split.config_of(spec, 128, 2)
         assert (config["PINGPONG"], config["Q_IN_REGISTERS"]) == (turns, kept) and hopper_split.fits(spec, config)
         assert kept <= config["NUMBERED"] and not (config["BLOCK_N"] == 128 and kept)
+        if max(dims) > 128:
+            scored = replace(spec, score="softcap")
+            assert not hopper_split.config_of(scored, 128, 2)["PINGPONG"], "not timed"
 
 
 @pytest.mark.parametrize(("splits", "at_once"), [(2, 4), (4, 4), (5, 8), (9, 16), (16, 16), (17, 32), (256, 32)])
@@ -470,3 +474,14 @@ def test_parts_are_put_together_by_as_many_at_once_as_there_are(splits, at_once)
     config = fwd_combine.config_of(90, splits)
     assert config["BLOCK_S"] == at_once and config["BLOCK_R"] * at_once == fwd_combine.PARTS
     assert all(config[name] in values for name, values in fwd_combine.SPACE.dimensions.items())
+
+
+def test_every_way_to_put_parts_together_is_compiled_ahead():
+    asked = replace(DECODING, seqlen_q=64)
+    listed = {
+        (config["BLOCK_R"], config["BLOCK_S"])
+        for variant, config, _ in key_splits.all_kernels(asked, 90)
+        if variant.role == FWD_COMBINE
+    }
+    configs = [fwd_combine.config_of(90, parts) for parts in range(2, fwd_combine.MOST_SPLITS + 1)]
+    assert listed == {(config["BLOCK_R"], config["BLOCK_S"]) for config in configs}

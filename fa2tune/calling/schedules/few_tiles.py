@@ -55,30 +55,31 @@ PACES: dict[TileForm, TilePace] = {
     (192, 64, 0): TilePace((0.765, 1.005, 1.74), (2.29, 3.92)),
     (192, 128, 0): TilePace((1.46, 2.0, 2.3), (2.58, 3.5)),
 }
-#: Fitted by benchmarks/few_tiles_fit.py to races of drawn calls, where forms are close; packed calls have none of it.
+#: Fitted by benchmarks/few_tiles_fit.py to races of drawn calls, where forms are close. Packed calls have none of it, nor do
+#: splits and what is scaled from rows.
 DENSE_SHARES: dict[TileForm, DenseShares] = {
-    (64, 64, 80): DenseShares((0.978, 1.015), (0.991, 1.013), (1.009, 1.044), -0.0, 0.912),
-    (64, 64, 128): DenseShares((0.964, 0.977), (1.028, 1.041), (0.998, 1.017), -0.007, 0.928),
-    (64, 128, 128): DenseShares((0.943, 0.978), (1.017, 1.017), (1.012, 1.051), 0.0, 0.938),
-    (128, 64, 0): DenseShares((0.992, 0.993), (0.952, 1.021), (0.949, 0.913), -0.012, 1.002),
-    (128, 128, 0): DenseShares((0.96, 0.963), (0.934, 1.082), (0.983, 1.017), -0.011, 1.013),
-    (192, 64, 0): DenseShares((1.0, 1.015), (0.873, 0.972), (0.977, 1.021), 0.211, 0.935),
-    (192, 128, 0): DenseShares((0.959, 0.982), (0.978, 1.014), (1.03, 1.029), -0.0, 0.984),
+    (64, 64, 80): DenseShares((0.98, 1.019), (0.991, 0.991), (1.013, 1.047), 0.0, 0.928),
+    (64, 64, 128): DenseShares((0.97, 1.0), (0.97, 0.901), (0.999, 1.024), -0.009, 0.946),
+    (64, 128, 128): DenseShares((0.945, 0.98), (1.01, 1.0), (1.017, 1.055), 0.0, 0.946),
+    (128, 64, 0): DenseShares((1.002, 1.001), (0.965, 1.006), (0.941, 0.909), -0.008, 1.006),
+    (128, 128, 0): DenseShares((0.964, 0.973), (0.947, 1.064), (0.984, 1.018), -0.011, 1.02),
+    (192, 64, 0): DenseShares((1.004, 1.023), (0.885, 0.962), (0.977, 1.021), 0.204, 0.945),
+    (192, 128, 0): DenseShares((0.96, 0.988), (0.983, 1.008), (1.032, 1.031), 0.0, 0.99),
 }
 #: What a dense call's block with RESCALE "never" takes more where a multiprocessor has one tile of FULL_TILE rows: at 128
-#: columns, and more for 128 columns more, without a mask and under one. Of FEW_TURNS_END tiles nothing, in between by the
-#: logarithm of tiles.
-FEW_TURNS, FEW_TURNS_END = ((0.027, 0.036), (-0.031, 0.085)), 8
+#: columns, and more for 128 columns more, without a mask with two stages, with three, and under a mask. Of FEW_TURNS_END tiles
+#: nothing, in between by the logarithm of tiles.
+FEW_TURNS, FEW_TURNS_END = ((0.032, 0.028), (0.002, 0.088), (-0.018, 0.084)), 8
 #: What a dense call's block takes more where K and V are released at named barriers, without a mask and under one. Forms that
 #: may serve in place of a row's have none, but for 128 rows and 64 keys of a head dim in NUMBERED_DIMS without a mask, where
-#: they are as fast or faster (docs/experiments/few-tiles.md).
-NUMBERED, NUMBERED_DIMS = (1.019, 1.016), (128, 192)
+#: they cost nothing: up to 160 they gain 1 % (docs/experiments/few-tiles.md).
+NUMBERED, NUMBERED_DIMS = (1.009, 1.018), (128, 192)
 LEAST_COLUMNS = 64  #: fewer were not timed
 #: Up to this head dim parts take as long as columns of padding: of what 128 columns are estimated at 125 times in parts and
 #: 101 padded are 0.98, at 48.
 WHOLE_DIM = 64
 #: Programs that a multiprocessor holds at once -> microseconds of a launch; of dense calls; and what a second Q adds.
-LAUNCH_US, DENSE_LAUNCH_US, SECOND_Q_US = {1: 3.41, 2: 2.97, 3: 3.01}, {1: 3.59, 2: 2.87, 3: 2.9}, 0.48
+LAUNCH_US, DENSE_LAUNCH_US, SECOND_Q_US = {1: 3.41, 2: 2.97, 3: 3.01}, {1: 3.56, 2: 2.9, 3: 2.9}, 0.48
 #: RESCALE "never": a block's time over that of "lazy", at the columns of TilePace.block, of up to the last; what a tile's start
 #: takes more at 128 columns, and more for 128 columns more; microseconds of the pass over K that comes before, and bytes of K a
 #: microsecond. Where times come from rows, whose blocks have all of it but the pass, that takes what NORMS_US says.
@@ -119,9 +120,15 @@ MORE_FORMS_ABOVE = 168
 #: more so the more often tiles load K and V: rows of a tile -> head dim -> so many times as long a block took; 0: of others
 #: (docs/experiments/few-tiles.md).
 SECTOR_COSTS: dict[int, dict[int, float]] = {
-    64: {24: 1.395, 40: 1.627, 56: 1.22, 72: 1.929, 88: 1.643, 104: 1.732, 120: 1.508, 0: 1.318},
-    128: {24: 1.051, 40: 1.046, 56: 0.973, 72: 1.121, 88: 1.087, 104: 1.098, 0: 1.055},
-    192: {24: 1.005, 40: 0.971, 56: 0.949, 72: 1.08, 88: 1.069, 0: 1.058},
+    64: {24: 1.45, 40: 1.7, 56: 1.23, 72: 1.98, 88: 1.65, 104: 1.5, 120: 1.5, 0: 1.3},
+    128: {24: 1.0, 40: 1.1, 56: 0.95, 72: 1.13, 88: 1.08, 104: 1.1, 0: 1.04},
+    192: {24: 1.0, 40: 0.98, 56: 0.95, 72: 1.07, 88: 1.07, 0: 1.1},
+}
+#: Of dense calls, fitted with DENSE_SHARES.
+DENSE_SECTOR_COSTS: dict[int, dict[int, float]] = {
+    64: {24: 1.394, 40: 1.636, 56: 1.217, 72: 1.928, 88: 1.648, 104: 1.754, 120: 1.506, 0: 1.308},
+    128: {24: 1.049, 40: 1.051, 56: 0.97, 72: 1.121, 88: 1.086, 104: 1.104, 0: 1.058},
+    192: {24: 1.005, 40: 0.975, 56: 0.946, 72: 1.079, 88: 1.068, 0: 1.063},
 }
 #: Forms that may serve in place of a row's; and with RESCALE "never", from LONG_KEYS keys on. 192 x 128 leaves no more, but for
 #: one call of head dim 48 that took 0.91 and 0.94 of the time in two races: offered up to WHOLE_DIM.
@@ -219,7 +226,8 @@ def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | N
         block *= shares.block[masked] * (shares.apart if problem.head_dim != problem.head_dim_v else 1.0)
         if config["RESCALE"] == "never":
             block *= shares.never[masked] * (1 + shares.wider * max(0.0, wide / 128 - 2))
-        block *= NUMBERED[masked] if config.get("NUMBERED") else 1.0
+        if config.get("NUMBERED") and not named_barriers_suit(problem.specialization, form):
+            block *= NUMBERED[masked]
         start *= shares.start[masked]
     if config.get("V_HALVES"):
         return launch, *IN_HALVES[masked]
@@ -230,7 +238,8 @@ def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | N
     if config == third_stage(problem.specialization, config):
         block *= THIRD_STAGE
         start += THIRD_STAGE_START
-    block *= q_read_cost(problem, config) * turns_cost(problem, config) * sector_cost(problem, config)
+    block *= q_read_cost(problem, config) * turns_cost(problem, config)
+    block *= sector_cost(problem, config, DENSE_SECTOR_COSTS if dense else SECTOR_COSTS)
     return launch, block, start
 
 
@@ -252,6 +261,12 @@ def has_narrow_part(problem: Problem) -> bool:
     return above < max(problem.head_dim, problem.head_dim_v) <= up_to
 
 
+def narrow_part_cost(problem: Problem, config: Config, sm_count: int) -> float:
+    """How many times as long a block takes where several tiles of 64 rows share a multiprocessor: NARROW_PART."""
+    shared = config["BLOCK_M"] == 64 and problem.query_tiles(64) * problem.heads_q > sm_count
+    return NARROW_PART if shared and has_narrow_part(problem) else 1.0
+
+
 def few_turns_cost(problem: Problem, config: Config, sm_count: int) -> float:
     """How many times as long a block takes with RESCALE "never" where multiprocessors have few tiles: it pays where they are
     at the GPU's power limit."""
@@ -259,7 +274,7 @@ def few_turns_cost(problem: Problem, config: Config, sm_count: int) -> float:
         return 1.0
     turns = problem.query_tiles(FULL_TILE) * problem.heads_q / sm_count
     few = max(0.0, 1 - math.log(max(turns, 1.0), FEW_TURNS_END))
-    first, wider = FEW_TURNS[problem.mask != FULL]
+    first, wider = FEW_TURNS[2 if problem.mask != FULL else config.get("STAGES") == 3]
     return 1 + few * (first + wider * (columns(problem, config) / 128 - 1))
 
 
@@ -269,10 +284,7 @@ def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None
     if not covers(problem) or (paces := paces_us(problem, config)) is None:
         return None
     launch, block, start = paces
-    block *= few_turns_cost(problem, config, sm_count)
-    shared = config["BLOCK_M"] == 64 and problem.query_tiles(64) * problem.heads_q > sm_count
-    if shared and has_narrow_part(problem):
-        block *= NARROW_PART
+    block *= few_turns_cost(problem, config, sm_count) * narrow_part_cost(problem, config, sm_count)
     return launch + block * busiest(problem, config, sm_count, start / block)
 
 
@@ -285,11 +297,15 @@ def norms_us(problem: Problem) -> float:
     return NORMS_US + _bytes_of_k(problem) / NORMS_BYTES_PER_US
 
 
-def tiles_of(spec: Specialization, form: TileForm) -> Config:
-    """The config of a form, with named barriers where they gain."""
+def named_barriers_suit(spec: Specialization, form: TileForm) -> bool:
+    """Whether a form is as fast or faster where K and V are released at named barriers: NUMBERED_DIMS."""
     above, up_to = NUMBERED_DIMS
-    gains = form == (128, 64, 0) and spec.mask == FULL.name and above < max(spec.head_dim, spec.head_dim_v) <= up_to
-    return {**of_tiles(spec, *form), "NUMBERED": gains}
+    return form == (128, 64, 0) and spec.mask == FULL.name and above < max(spec.head_dim, spec.head_dim_v) <= up_to
+
+
+def tiles_of(spec: Specialization, form: TileForm) -> Config:
+    """The config of a form, with named barriers where they suit."""
+    return {**of_tiles(spec, *form), "NUMBERED": named_barriers_suit(spec, form)}
 
 
 @lru_cache(maxsize=1024)
@@ -330,11 +346,18 @@ def margin(problem: Problem, row: Row, sm_count: int) -> float | None:
     return MARGIN if few else OWN_MARGIN if own else MANY_MARGIN
 
 
+def norms_lose(problem: Problem, sm_count: int) -> bool:
+    """Whether bounds by norms took longer in all raced calls: of few keys, or of head dims above 128 with at most one tile of
+    FULL_TILE rows a multiprocessor, where they took 1.0 to 1.3 of the time of maxima."""
+    alone = problem.query_tiles(FULL_TILE) * problem.heads_q <= sm_count
+    return problem.seqlen_k < LONG_KEYS or (alone and max(problem.head_dim, problem.head_dim_v) > 128)
+
+
 def best(problem: Problem, arch: int, sm_count: int) -> tuple[float, Config] | None:
     """(expected microseconds, config) of the fastest of ``configs``; None: there is none."""
     found = []
     for config in configs(problem.specialization, arch):
-        if config["RESCALE"] == "never" and (problem.seqlen_k < LONG_KEYS or suited(problem, config) != config):
+        if config["RESCALE"] == "never" and (norms_lose(problem, sm_count) or suited(problem, config) != config):
             continue
         if (time := expected_us(problem, config, sm_count)) is not None:
             found.append((time, config))
