@@ -149,7 +149,8 @@ def of_80_keys(problem: Problem, arch: int) -> list[Config]:
 def may_split(problem: Problem, gpu: Gpu) -> bool:
     """Whether forms of the Hopper kernel that splits keys are tried with --splits: tiles of head dims above 128 are few."""
     tiles = problem.query_tiles(128) * problem.heads_q
-    turns = 2 if problem.mask == FULL or problem.seqlen_k >= 4 * problem.seqlen_q else 1
+    alike = problem.mask == FULL or problem.seqlen_k >= key_splits_schedule.HOPPER_KEYS * problem.seqlen_q
+    turns = key_splits_schedule.HOPPER_TURNS if alike else 1
     wide = 128 < max(problem.head_dim, problem.head_dim_v) <= fwd_split.MOST_IN_TURN
     few = tiles <= turns * gpu.sm_count and problem.seqlen_k >= SPLIT_KEYS
     return wide and few and key_splits_schedule.hopper_best(problem, gpu) is not None
@@ -298,6 +299,8 @@ def main(records: tuple[Path, ...], listed: bool, every: int | None, dims: tuple
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
+    if (near_by is not None) + splits + wide > 1:
+        raise click.UsageError("--near, --splits, --wide: each has forms of its own; got more than one of them")
     wanted = dict(list((calls(records, every, wide, dims, unmasked) | grid(grids) | drawn(seeds)).items())[share])
     forms_of = partial(candidates, wide=wide, share=near_by, splits=splits)
     if splits:

@@ -3,8 +3,8 @@
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import SearchSpace
 
-#: Parts that a program has at once: the fewest that hold all, or the most; and rows, so that it has PARTS of both. With one row
-#: a program, 2872 rows of 5 parts took 12 us more than of 4.
+#: Parts that a program has at once: the fewest that hold all, or the most; and rows, so that BLOCK_R * BLOCK_S is PARTS. With
+#: one row a program, 2872 rows of 5 parts took 12 us more than of 4.
 AT_ONCE = (4, 8, 16, 32)
 PARTS = 32
 #: Parts that there are at most.

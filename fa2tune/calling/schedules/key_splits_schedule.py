@@ -91,8 +91,9 @@ LEAST_TILE_ROWS = 128
 #: from so many queries on, since fewer leave most of a tile empty. And tiles have to be alike, as the estimate counts turns of
 #: equal ones: under no mask, in a window, or with so many times as many keys as queries. Of other causal calls there is one
 #: turn at most, whose longest tile decides: the tuned kernel is then estimated by that one, too (few_tiles). The raced
-#: calls that take it need 0.78 and 0.87 of the time; of head dims 136 to 160 splits took 0.94 to 1.66, so none does. Nor does
-#: any above 128 columns of more than HOPPER_LONGEST keys: the two have 811 and 1114, and one of 7169 took 1.36 of the time.
+#: calls that take it by that estimate need 0.78 and 0.87 of the time; of head dims 136 to 160 splits without turns took 0.94
+#: to 1.66, so none does. Nor does any above 128 columns of more than HOPPER_LONGEST keys: the two have 811 and 1114, and one of
+#: 7169 took 1.36 of the time. A third, of 3243 keys, takes it by the other estimate, at 1.00.
 HOPPER_TURNS, HOPPER_QUERIES, HOPPER_KEYS, HOPPER_LONGEST = 2.0, 32, 4, 2048
 
 
