@@ -71,9 +71,10 @@ DENSE_SHARES: dict[TileForm, DenseShares] = {
 #: nothing, in between by the logarithm of tiles.
 FEW_TURNS, FEW_TURNS_END = ((0.032, 0.028), (0.002, 0.088), (-0.018, 0.084)), 8
 #: What a dense call's block takes more where K and V are released at named barriers, without a mask and under one. Forms that
-#: may serve in place of a row's have none, but for 128 rows and 64 keys of a head dim in NUMBERED_DIMS without a mask, where
-#: they cost nothing: up to 160 they gain 1 % (docs/experiments/few-tiles.md).
-NUMBERED, NUMBERED_DIMS = (1.009, 1.018), (128, 192)
+#: may serve in place of a row's have none, but above the first and up to the second of these head dims: tiles of 128 x 64
+#: without a mask, where they gain 0 to 1 %, and of 64 x 64, 2 to 12 % (docs/experiments/few-tiles.md).
+NUMBERED = (1.009, 1.018)
+NUMBERED_DIMS: dict[TileForm, tuple[int, int]] = {(128, 64, 0): (128, 192), (64, 64, 128): (128, 160)}
 LEAST_COLUMNS = 64  #: fewer were not timed
 #: Up to this head dim parts take as long as columns of padding: of what 128 columns are estimated at 125 times in parts and
 #: 101 padded are 0.98, at 48.
@@ -299,8 +300,9 @@ def norms_us(problem: Problem) -> float:
 
 def named_barriers_suit(spec: Specialization, form: TileForm) -> bool:
     """Whether a form is as fast or faster where K and V are released at named barriers: NUMBERED_DIMS."""
-    above, up_to = NUMBERED_DIMS
-    return form == (128, 64, 0) and spec.mask == FULL.name and above < max(spec.head_dim, spec.head_dim_v) <= up_to
+    above, up_to = NUMBERED_DIMS.get(form, (0, 0))
+    unmasked = form != (128, 64, 0) or spec.mask == FULL.name
+    return unmasked and above < max(spec.head_dim, spec.head_dim_v) <= up_to
 
 
 def tiles_of(spec: Specialization, form: TileForm) -> Config:
