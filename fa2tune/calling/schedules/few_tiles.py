@@ -327,7 +327,8 @@ def configs(spec: Specialization, arch: int) -> tuple[Config, ...]:
             found.append({**tiles_of(spec, (128, 64, 0)), "Q_IN_REGISTERS": False})
         if (halves := in_v_halves(spec)) is not None:
             found.append(halves)
-    return tuple(config for config in found if SPACE.broken(config, spec, arch) is None)
+    # completed, as a row may have the same config
+    return tuple(SPACE.completed(config) for config in found if SPACE.broken(config, spec, arch) is None)
 
 
 def margin(problem: Problem, row: Row, sm_count: int) -> float | None:
