@@ -285,7 +285,10 @@ def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None
     if not covers(problem) or (paces := paces_us(problem, config)) is None:
         return None
     launch, block, start = paces
-    block *= few_turns_cost(problem, config, sm_count) * narrow_part_cost(problem, config, sm_count)
+    if config["RESCALE"] == "never":
+        block *= few_turns_cost(problem, config, sm_count)
+    if config["BLOCK_M"] == 64:
+        block *= narrow_part_cost(problem, config, sm_count)
     return launch + block * busiest(problem, config, sm_count, start / block)
 
 
@@ -358,9 +361,9 @@ def norms_lose(problem: Problem, sm_count: int) -> bool:
 
 def best(problem: Problem, arch: int, sm_count: int) -> tuple[float, Config] | None:
     """(expected microseconds, config) of the fastest of ``configs``; None: there is none."""
-    found = []
+    found, lose = [], norms_lose(problem, sm_count)
     for config in configs(problem.specialization, arch):
-        if config["RESCALE"] == "never" and (norms_lose(problem, sm_count) or suited(problem, config) != config):
+        if config["RESCALE"] == "never" and (lose or suited(problem, config) != config):
             continue
         if (time := expected_us(problem, config, sm_count)) is not None:
             found.append((time, config))
