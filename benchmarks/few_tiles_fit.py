@@ -22,6 +22,7 @@ from typing import Any
 
 import click
 import numpy as np
+from dense_forwards import NAMED, YES_NO
 from scipy.optimize import least_squares
 
 from fa2tune.calling.schedules import few_tiles
@@ -49,7 +50,7 @@ CALL = re.compile(
     r"head dim (?P<head_dim>\d+)(?:/(?P<head_dim_v>\d+))?, (?P<mask>full|causal)$"
 )
 SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
-SAID = {"in turn": "PINGPONG", "Q kept": "Q_IN_REGISTERS", "numbered": "NUMBERED", "V in halves": "V_HALVES"}
+SAID = {word: name for name, word in YES_NO.items()}
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,11 @@ def posed(said: str) -> Problem | None:
 def config_of(label: str) -> Config | None:
     """The config that ``dense_forwards.label`` names; None: of another kernel."""
     words = label.split()
-    if len(words) < 9 or not words[0].isdigit():
+    if len(words) < len(NAMED) or not words[0].isdigit():
         return None
-    numbers = {name: int(words[place]) for name, place in
-               {"BLOCK_M": 0, "BLOCK_N": 1, "Q_STAGES": 2, "STAGES": 3, "HEADS_PER_WAVE": 6, "maxnreg": 7}.items()}  # fmt: skip
-    rest = " ".join(words[9:])
-    told = {"RESCALE": words[4], "IN_PARTS": words[5], "O_THROUGH": words[8], "num_warps": 4}
-    return {**numbers, **told, **{name: word in rest for word, name in SAID.items()}}
+    told = {name: int(word) if word.isdigit() else word for name, word in zip(NAMED, words, strict=False)}
+    rest = " ".join(words[len(NAMED) :])
+    return {**told, "num_warps": 4, **{name: word in rest for word, name in SAID.items()}}
 
 
 def posed_and_timed(record: Mapping[str, Any]) -> Iterator[tuple[Problem | None, list[tuple[Config | None, float]]]]:

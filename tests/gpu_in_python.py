@@ -71,6 +71,13 @@ class PythonGpu:
         )
         return SimpleNamespace(image=image, kinds=launch.kinds(variant, spec, config), handle=None)
 
+    def count_launches_of(self, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+        """What a module of launching/ binds is run, too."""
+        made = launch.bind
+        monkeypatch.setattr(
+            module, "bind", lambda *given, **named: self.bound.append(given[:3]) or made(*given, **named)
+        )
+
     def place(self, name: str, count: int, itemsize: int, words: Any = None, dtype: Any = None) -> int:
         base = self.next
         self.next += -(-(count * itemsize + GAP) // 512) * 512
@@ -157,10 +164,7 @@ class InPlaceGpu(PythonGpu):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch, values=True)
-        made = launch.bind
-        monkeypatch.setattr(
-            key_splits, "bind", lambda *given, **named: self.bound.append(given[:3]) or made(*given, **named)
-        )
+        self.count_launches_of(monkeypatch, key_splits)
 
     def run_whole(
         self, problem: Problem, tensors: dict[str, torch.Tensor], scale: float, config: Config

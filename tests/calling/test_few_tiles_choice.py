@@ -136,12 +136,9 @@ def drawn_losses(name: str) -> tuple[list[float], list[float]]:
 
 def described(call: str) -> Problem:
     """What ``workloads.described`` said of a dense call."""
-    found = re.fullmatch(
-        r"(\d+) x (\d+)/(\d+) heads, (\d+) queries, (\d+) keys, head dim (\d+)(?:/(\d+))?, (\w+)", call
-    )
+    found = script("few_tiles_fit").posed(call)
     assert found is not None, call
-    *sizes, dim, other, mask = found.groups()
-    return Problem("bf16", *map(int, sizes), int(dim), int(other or dim), CAUSAL if mask == "causal" else FULL)
+    return found
 
 
 @pytest.mark.parametrize(("name", "before", "most", "worst"), [("dense_forwards_behind", 1.09, 1.04, 1.28),

@@ -12,7 +12,7 @@ from gpu_in_python import PythonGpu
 from test_computed_in_python import SCALE, Call, compare, gradient_of_lse, inputs, unset, wanted
 from test_grouped_in_python import within_nan
 
-from fa2tune.launching import launch, one_key_tile, passes
+from fa2tune.launching import one_key_tile, passes
 from fa2tune.search_spaces.sm90 import bwd_one_tile
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 
@@ -22,10 +22,7 @@ class OneTileGpu(PythonGpu):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch, values=True)
-        made = launch.bind
-        monkeypatch.setattr(
-            one_key_tile, "bind", lambda *given, **named: self.bound.append(given[:3]) or made(*given, **named)
-        )
+        self.count_launches_of(monkeypatch, one_key_tile)
 
     def backward(
         self, call: Call, given: dict[str, torch.Tensor], right: dict[str, torch.Tensor], settings: dict[str, Any],
