@@ -4,6 +4,7 @@
     python benchmarks/dense_forwards.py RECORD... --out dense_forwards.json [--seconds 300]  # resumes from the file
     python benchmarks/dense_forwards.py RECORD... --wide --out dense_forwards_wide.json      # tiles of head dims above 128
     python benchmarks/dense_forwards.py RECORD... --every 1 --splits --out dense_forwards_splits.json  # keys in parts
+    python benchmarks/dense_forwards.py --drawn HASH --shares --out dense_forwards_shares.json  # equal shares of key blocks
     python benchmarks/dense_forwards.py --grid 256 --out dense_forwards_grid.json            # calls of 16k tokens, hidden 2048
     python benchmarks/dense_forwards.py --drawn HASH --near 0.1 --out dense_forwards_near.json  # 100 calls of their own
     python benchmarks/dense_forwards.py --table dense_forwards.json                         # a file, as text
@@ -15,6 +16,8 @@ of each size; tiles with all keys; blocks of 80 keys; the estimated best split o
 one where tiles are. With --wide: of calls with V in parts above 128, 128 x 64 tiles with and without turns and Q in
 registers, with a third stage where O has room of its own, which the search space leaves out, and 128 x 128 with V in halves.
 With --splits: of calls of few tiles and SPLIT_KEYS keys or more, forms of the Hopper kernel that splits keys.
+With --shares: of calls for which they are expected to take up to SHARES_NEAR of the time of the best tiles, equal shares of key
+blocks, in turn and not.
 With --drawn: forwards that benchmarks/random_calls.py draws by that seed. With --near: of forms whose time is estimated, those
 that are expected to be as fast as the fastest, or slower by that share at most, and each without NUMBERED, too.
 Each result is compared with float32 arithmetic; a wrong one is not timed, and said. Each candidate is a CUDA graph; replays
@@ -46,12 +49,13 @@ from launch_choices import race
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
 from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
-from fa2tune.calling.schedules import few_keys_schedule, few_tiles, key_splits_schedule
+from fa2tune.calling.schedules import few_keys_schedule, few_tiles, key_splits_schedule, shares_schedule
 from fa2tune.compiling import compiler
 from fa2tune.compiling.registry import variant_named
 from fa2tune.fleet.precompile import BinaryJob
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
+from fa2tune.search_spaces.lib.hopper_key_parts import MOST_IN_TURN
 from fa2tune.search_spaces.sm90 import fwd_split
 from fa2tune.search_spaces.sm90.fwd import in_v_halves, of_tiles, third_stage
 from fa2tune.spec.mask import FULL
@@ -63,6 +67,7 @@ BEHIND = 1.0
 BURST_MS = 3.0
 SHOWN, MOST_SHARED, FEW_QUERIES = 5, 4, 128
 SPLIT_KEYS = 600
+SHARES_NEAR = 1.05
 LONG = 512  #: from so many keys on forms are tried with RESCALE "never", too
 #: What is named of a config.
 NAMED = ("BLOCK_M", "BLOCK_N", "Q_STAGES", "STAGES", "RESCALE", "IN_PARTS", "HEADS_PER_WAVE", "maxnreg", "O_THROUGH")
@@ -151,7 +156,7 @@ def may_split(problem: Problem, gpu: Gpu) -> bool:
     tiles = problem.query_tiles(128) * problem.heads_q
     alike = problem.mask == FULL or problem.seqlen_k >= key_splits_schedule.HOPPER_KEYS * problem.seqlen_q
     turns = key_splits_schedule.HOPPER_TURNS if alike else 1
-    wide = 128 < max(problem.head_dim, problem.head_dim_v) <= fwd_split.MOST_IN_TURN
+    wide = 128 < max(problem.head_dim, problem.head_dim_v) <= MOST_IN_TURN
     few = tiles <= turns * gpu.sm_count and problem.seqlen_k >= SPLIT_KEYS
     return wide and few and key_splits_schedule.hopper_best(problem, gpu) is not None
 
@@ -168,6 +173,23 @@ def split_candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
         usual = dict(fwd_split.config_of(spec, 128, parts))
         made += [usual, {**usual, "PINGPONG": False, "NUMBERED": False, "Q_IN_REGISTERS": False}]
     made += [found[1]]
+    return {label(one): one for one in made}
+
+
+def may_share(problem: Problem, gpu: Gpu) -> bool:
+    """Whether equal shares are tried with --shares."""
+    shares, whole = shares_schedule.best(problem, gpu), few_tiles.best(problem, gpu.arch, gpu.sm_count)
+    return shares is not None and whole is not None and shares[0] <= SHARES_NEAR * whole[0]
+
+
+def shares_candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
+    """As ``candidates``, with --shares: the row's form of the tuned kernel and the best one, the best split, and shares behind
+    each number of whole rounds."""
+    whole, split = few_tiles.best(problem, gpu.arch, gpu.sm_count), key_splits_schedule.hopper_best(problem, gpu)
+    made = [choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS).config]
+    made += [found[1] for found in (whole, split) if found]
+    for usual in shares_schedule.candidates(problem, gpu):
+        made += [{**usual, "PINGPONG": turns} for turns in (True, False)]
     return {label(one): one for one in made}
 
 
@@ -189,13 +211,20 @@ def near(problem: Problem, gpu: Gpu, configs: Mapping[str, Config], share: float
 
 
 def candidates(
-    problem: Problem, gpu: Gpu, wide: bool = False, share: float | None = None, splits: bool = False
+    problem: Problem,
+    gpu: Gpu,
+    wide: bool = False,
+    share: float | None = None,
+    splits: bool = False,
+    shares: bool = False,
 ) -> dict[str, Config]:
     """Name -> config; the first is the row's, where ``share`` is None."""
     if wide:
         return wide_candidates(problem, gpu)
     if splits:
         return split_candidates(problem, gpu)
+    if shares:
+        return shares_candidates(problem, gpu)
     if share is not None:
         return near(problem, gpu, candidates(problem, gpu), share)
     spec, space = problem.specialization, variant_named("sm90/fwd").space
@@ -286,6 +315,9 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.option("--grid", "grids", type=int, multiple=True, help="Calls of the grid, of this head dim, without a mask.")
 @click.option("--unmasked", type=int, default=0, help="Only calls without a mask, of so many keys or more.")
 @click.option("--splits", is_flag=True, help="Only calls of few tiles, in forms of the kernel that splits keys.")
+@click.option(
+    "--shares", is_flag=True, help="Only calls for which equal shares of key blocks may be faster, and those."
+)
 @click.option("--drawn", "seeds", multiple=True, help="Forwards that benchmarks/random_calls.py draws by this seed.")
 @click.option("--near", "near_by", type=float, help="Leave out forms that are expected to take longer by this share.")
 @click.option("--wide", is_flag=True, help="Only calls of head dims in parts above 128, in forms of 128 x 64 tiles.")
@@ -294,17 +326,21 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 )
 @side_by_side.timing_options
 def main(records: tuple[Path, ...], listed: bool, every: int | None, dims: tuple[int, ...], grids: tuple[int, ...],
-         unmasked: int, seeds: tuple[str, ...], near_by: float | None, splits: bool, wide: bool, compiled: bool, share: slice,
-         seconds: float, out: Path | None, shown: Path | None) -> None:  # fmt: skip
+         unmasked: int, seeds: tuple[str, ...], near_by: float | None, splits: bool, shares: bool, wide: bool,
+         compiled: bool, share: slice, seconds: float, out: Path | None, shown: Path | None) -> None:  # fmt: skip
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
-    if (near_by is not None) + splits + wide > 1:
-        raise click.UsageError("--near, --splits, --wide: each has forms of its own; got more than one of them")
+    if (near_by is not None) + splits + shares + wide > 1:
+        raise click.UsageError(
+            "--near, --splits, --shares, --wide: each has forms of its own; got more than one of them"
+        )
     wanted = dict(list((calls(records, every, wide, dims, unmasked) | grid(grids) | drawn(seeds)).items())[share])
-    forms_of = partial(candidates, wide=wide, share=near_by, splits=splits)
+    forms_of = partial(candidates, wide=wide, share=near_by, splits=splits, shares=shares)
     if splits:
         wanted = {name: one for name, one in wanted.items() if may_split(one[0], gpus.named("h200"))}
+    if shares:
+        wanted = {name: one for name, one in wanted.items() if may_share(one[0], gpus.named("h200"))}
     if listed:
         for name, (problem, _) in wanted.items():
             forms = forms_of(problem, gpus.named("h200"))

@@ -121,6 +121,10 @@ def posed(name: str) -> Problem:
 def label(config: Config) -> str:
     if key_splits.has_longer_blocks(config):
         return f"80 keys{' in turn' if config['PINGPONG'] else ''}"
+    if key_splits.is_in_shares(config):
+        forms = ("PINGPONG", "in turn"), ("Q_IN_REGISTERS", "Q kept")
+        found = [f"shares N{config['BLOCK_N']}", *(said for name, said in forms if config[name])]
+        return f"{' '.join(found)} s{config['STAGES']}, {config['ROUNDS']} rounds"
     if key_splits.is_one_tile(config):
         return f"one tile M{config['BLOCK_M']} N{config['KEYS']}"
     if key_splits.is_grouped(config):

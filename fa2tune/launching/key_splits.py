@@ -6,8 +6,9 @@ Tiles of a kernel of the role fwd_split_grouped have the queries of all heads of
 of one head. Which of the two, and how many parts: ``calling/schedules/key_splits_schedule.py``; of packed sequences, for which
 the latter alone serves, ``packed_splits_schedule.py``.
 
-Forwards by the roles fwd_grouped, fwd_one_tile and fwd_80_keys, whose keys are not split, are planned here as well: they, too,
-run in place of the tuned kernel (``calling/schedules/in_place_schedule.py``), the first one of packed sequences, too.
+Forwards by the role fwd_shares, some of whose tiles are in parts, and by fwd_grouped, fwd_one_tile and fwd_80_keys, whose keys
+are not split, are planned here as well: they, too, run in place of the tuned kernel
+(``calling/schedules/in_place_schedule.py``), the second one of packed sequences, too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,15 @@ from fa2tune.launching.passes import (
 from fa2tune.spec.extent import WHOLE
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
-from fa2tune.spec.roles import FWD_80_KEYS, FWD_COMBINE, FWD_GROUPED, FWD_ONE_TILE, FWD_SPLIT, FWD_SPLIT_GROUPED
+from fa2tune.spec.roles import (
+    FWD_80_KEYS,
+    FWD_COMBINE,
+    FWD_GROUPED,
+    FWD_ONE_TILE,
+    FWD_SHARES,
+    FWD_SPLIT,
+    FWD_SPLIT_GROUPED,
+)
 from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant, implementation_of
 
@@ -52,6 +61,11 @@ def is_grouped(config: Config) -> bool:
 def parts_of(config: Config) -> int:
     """Into how many parts keys are split."""
     return int(config.get("SPLITS", 1))
+
+
+def is_in_shares(config: Config) -> bool:
+    """Whether a config is of the kernel whose programs have equal shares of all key blocks."""
+    return "SHARES" in config
 
 
 def is_one_tile(config: Config) -> bool:
@@ -91,6 +105,8 @@ def role_in_place(config: Config) -> str | None:
     """Of a config in place of the tuned forward's; None: of one that splits keys, whichever of both."""
     if has_longer_blocks(config):
         return FWD_80_KEYS
+    if is_in_shares(config):
+        return FWD_SHARES
     return FWD_GROUPED if is_grouped(config) else FWD_ONE_TILE if is_one_tile(config) else None
 
 
@@ -126,7 +142,8 @@ def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, 
     if parts_of(config) > 1:
         posed, parts = plain(problem), parts_of(config)
         combine = companion(FWD_COMBINE, posed.specialization, arch)
-        found.append((combine, space_file(combine.name).config_of(arch, parts), posed))
+        how = space_file(combine.name).config_of(arch, parts)
+        found.append((combine, {**how, "UNEVEN": True} if is_in_shares(config) else how, posed))
     return found
 
 
@@ -142,20 +159,23 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
         configs += [space.config_of(spec, rows, 2) for rows in space.tiles(spec, arch)]
     found = [one for config in configs for one in kernels(problem, config, arch)]
     if any(parts_of(config) > 1 for config in configs):
-        found += _combining(problem, arch)
+        found += combining(problem, arch, companion_most(FWD_COMBINE, plain(problem).specialization, arch, "SPLITS"))
     return found
 
 
-def _combining(problem: Problem, arch: int) -> Iterator[tuple[Variant, Config, Problem]]:
-    """What puts any number of parts together: a binary for each number of them that a program has at once."""
+def combining(
+    problem: Problem, arch: int, most: int, uneven: bool = False
+) -> Iterator[tuple[Variant, Config, Problem]]:
+    """What puts up to ``most`` parts together: a binary for each number of them that a program has at once. ``uneven``: of
+    equal shares."""
     posed = plain(problem)
     combine = companion(FWD_COMBINE, posed.specialization, arch)
     space, seen = space_file(combine.name), set[tuple[int, int]]()
-    for parts in range(2, max(space.SPACE.dimensions["SPLITS"]) + 1):
+    for parts in range(2, most + 1):
         config = space.config_of(arch, parts)
         if (tile := (config["BLOCK_R"], config["BLOCK_S"])) not in seen:
             seen.add(tile)
-            yield combine, config, posed
+            yield combine, {**config, "UNEVEN": uneven}, posed
 
 
 def space_of(problem: Problem, arch: int, role: str) -> ModuleType | None:
@@ -193,6 +213,8 @@ def bound(
     and strides count."""
     if is_one_tile(config) and config["KEYS"] < problem.seqlen_k:
         raise ValueError(f"config: got KEYS {config['KEYS']} for {problem.seqlen_k} keys, a tile must have all of them")
+    if is_in_shares(config) and (refused := space_file(splitting(config).name).refused(problem, config)):
+        raise ValueError(refused)
     arch = launch.arch_of(device_index) if device_index >= 0 else 0
     strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 and name != "lse"}
     given = {name: index for index, name in enumerate(tensors)}

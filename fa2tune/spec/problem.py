@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from fa2tune.spec import tuned
+from fa2tune.spec import tuned, visits
 from fa2tune.spec.extent import DENSE, RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.maskfile import MaskHooks, mask_named
@@ -142,6 +142,11 @@ class Problem:
     def query_tiles(self, block: int) -> int:
         """Tiles of ``block`` queries that are launched for a head, over the whole batch."""
         return self.extent.tiles(self.batch, self.seqlen_q, block)
+
+    def key_blocks(self, rows: int, keys: int) -> list[int]:
+        """How many blocks of so many keys each tile of so many queries of a head visits, in kernels in Gluon."""
+        first, end = visits.key_blocks(self.mask, self.seqlen_q, self.seqlen_k, rows, keys)
+        return [int(count) for count in end - first]
 
     def key_tiles(self, block: int) -> int:
         return self.extent.tiles(self.batch, self.seqlen_k, block)

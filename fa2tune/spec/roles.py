@@ -23,6 +23,7 @@ FWD_GROUPED = "fwd_grouped"
 FWD_ONE_TILE = "fwd_one_tile"
 FWD_80_KEYS = "fwd_80_keys"
 FWD_SPLIT = "fwd_split"
+FWD_SHARES = "fwd_shares"
 FWD_SPLIT_GROUPED = "fwd_split_grouped"
 FWD_COMBINE = "fwd_combine"
 BWD_DELTA = "bwd_delta"
@@ -97,10 +98,16 @@ ROLES = {
             "shared_bytes": ("spec", "config"),
         },
     ),
+    FWD_SHARES: Role(
+        "a forward by SHARES programs with as many key blocks each, ROUNDS whole tiles ahead of the rest",
+        ("q", "k", "v", "o", "lse", "o_parts", "stats"),
+        ("BLOCK_M", "BLOCK_N", "SPLITS", "SHARES", "ROUNDS"),
+        {"fits": _ASKED, "config_of": ("spec", "shares", "rounds", "splits"), "refused": ("problem", "config")},
+    ),
     FWD_COMBINE: Role(
-        "puts the parts of both together",
+        "puts the parts of these together",
         ("o_parts", "stats", "o", "lse"),
-        ("SPLITS",),
+        ("SPLITS", "UNEVEN"),
         {"config_of": ("arch", "splits")},
     ),
     BWD_DELTA: Role("makes delta for a fused backward that names no kernel before it", ("o", "do", "dlse", "delta")),

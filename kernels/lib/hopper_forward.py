@@ -109,6 +109,15 @@ class Work(NamedTuple):
 
 
 @gluon.jit
+def slots(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """An mbarrier a slot."""
+    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(found.index(i), count=ARRIVALS)
+    return found
+
+
+@gluon.jit
 def await_turn(CONSUMER: gl.constexpr):
     """Until the group before has issued its products."""
     named_barrier_sync(TURN + CONSUMER, 2 * WARPGROUP)

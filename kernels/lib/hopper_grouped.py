@@ -36,15 +36,6 @@ class Members(NamedTuple):
 
 
 @gluon.jit
-def slots(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """An mbarrier a slot."""
-    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(found.index(i), count=ARRIVALS)
-    return found
-
-
-@gluon.jit
 def _rows_for(descriptor, COUNT: gl.constexpr, MEMBERS: gl.constexpr, WIDTH: gl.constexpr):
     return gl.allocate_shared_memory(
         descriptor.dtype, [COUNT, 1, 1, ROWS // MEMBERS, MEMBERS, WIDTH], descriptor.layout

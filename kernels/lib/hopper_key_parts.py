@@ -158,30 +158,48 @@ def produce_key_parts(q, k, v, smem, barriers, call, parts, form):
 
 
 @gluon.jit
+def rows_before(first, place, call):
+    """How many rows of a key head's queries, and of others, lie in front of query ``first`` of the part's query head."""
+    heads_kv = divide(call.heads_q, call.group, call.by.group)
+    # queries of this key head, and of others
+    before = (place.b * heads_kv + place.h_kv).to(gl.int64) * call.seqlen_q + first
+    return before * call.group + place.member
+
+
+@gluon.jit
+def store_stats(peak, total, own, part, inside, sums, call):
+    """Maxima and sums of P [ROWS] of a part, ``own`` rows behind the first one of all."""
+    all_rows = (call.batch * call.heads_q).to(gl.int64) * call.seqlen_q
+    r = gl.arange(0, ROWS, layout=peak.type.layout)
+    stats = sums.stats + part * all_rows + own
+    gl.store(stats + r * call.group, peak, mask=r < inside)
+    gl.store(stats + sums.parts * all_rows + r * call.group, total, mask=r < inside)
+
+
+@gluon.jit
 def store_sums(acc, peak, total, first, inside, place, sums, call, HEAD_DIM_V: gl.constexpr):
     """A group's sums of P V, its parts of columns [ROWS, columns] each, maxima and sums of P [ROWS], of the queries from
     ``first`` on, counted over all sequences, of which ``inside`` are there. Row r of a key head is query r // group of its
     query head r % group."""
-    heads_kv = divide(call.heads_q, call.group, call.by.group)
+    own = rows_before(first, place, call)
+    store_stats(peak, total, own, place.part, inside, sums, call)
     all_rows = (call.batch * call.heads_q).to(gl.int64) * call.seqlen_q
-    before = (place.b * heads_kv + place.h_kv).to(
-        gl.int64
-    ) * call.seqlen_q + first  # queries of this key head, and of others
-    own = place.part * all_rows + before * call.group + place.member
-    r = gl.arange(0, ROWS, layout=peak.type.layout)
-    stats = sums.stats + own
-    gl.store(stats + r * call.group, peak, mask=r < inside)
-    gl.store(stats + sums.parts * all_rows + r * call.group, total, mask=r < inside)
-    o = sums.o_parts + own * HEAD_DIM_V
-    store_columns(acc[0], o, call.group, inside, 0, HEAD_DIM_V)
-    if len(acc) > 1:
-        WIDTH: gl.constexpr = acc[0].shape[1]
-        store_columns(acc[1], o, call.group, inside, WIDTH, HEAD_DIM_V)
+    o = sums.o_parts + (place.part * all_rows + own) * HEAD_DIM_V
+    store_parts_of_rows(acc, o, call.group * HEAD_DIM_V, inside, HEAD_DIM_V)
 
 
 @gluon.jit
-def store_columns(acc, o, group, inside, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr):
-    """acc [ROWS, columns], the columns from FIRST on, behind ``o``, whose rows are ``group`` rows apart."""
+def store_parts_of_rows(acc, o, stride, inside, HEAD_DIM_V: gl.constexpr):
+    """Accumulators [ROWS, columns] of both parts of columns behind ``o``."""
+    store_columns(acc[0], o, stride, inside, 0, HEAD_DIM_V)
+    if len(acc) > 1:
+        WIDTH: gl.constexpr = acc[0].shape[1]
+        store_columns(acc[1], o, stride, inside, WIDTH, HEAD_DIM_V)
+
+
+@gluon.jit
+def store_columns(acc, o, stride, inside, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr):
+    """acc [ROWS, columns], the columns from FIRST on, in o's dtype behind ``o``, whose rows are ``stride`` elements apart."""
     WIDTH: gl.constexpr = acc.shape[1]
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))
     d = FIRST + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, acc.type.layout))
@@ -189,4 +207,4 @@ def store_columns(acc, o, group, inside, FIRST: gl.constexpr, HEAD_DIM_V: gl.con
     if FIRST + WIDTH > HEAD_DIM_V:
         mask = mask & (d < HEAD_DIM_V)[None, :]
     # a pointer a row, with constants behind it: of sums of both the compiler kept one a column, and spilled them
-    gl.store((o + r * (group * HEAD_DIM_V))[:, None] + d[None, :], acc, mask=mask)
+    gl.store((o + r * stride)[:, None] + d[None, :], acc.to(o.dtype.element_ty), mask=mask)

@@ -24,7 +24,7 @@ from fa2tune.kernels.lib.hopper_dq import (
     _over_keys,
     _produce,
 )
-from fa2tune.kernels.lib.hopper_key_parts import store_columns
+from fa2tune.kernels.lib.hopper_key_parts import store_parts_of_rows
 from fa2tune.kernels.lib.hopper_parts import descriptors_of, product_layout, shared_for, tiles_in, zeros_for
 from fa2tune.search_spaces.lib.hopper import part_dims, used_by
 from fa2tune.search_spaces.sm90 import bwd_dq, bwd_dq_split
@@ -71,10 +71,7 @@ def _consume(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, HEAD_DI
         acc = _over_keys(acc, full_end, n_all, own, tile, smem, barriers, call, CONSUMER, form, True)
     inside = seqlen_q - first
     place = memory.dq + first.to(gl.int64) * HEAD_DIM
-    store_columns(acc[0], place, 1, inside, 0, HEAD_DIM)
-    if len(acc) > 1:
-        WIDTH: gl.constexpr = acc[0].shape[1]
-        store_columns(acc[1], place, 1, inside, WIDTH, HEAD_DIM)
+    store_parts_of_rows(acc, place, HEAD_DIM, inside, HEAD_DIM)
 
 
 @gluon.jit

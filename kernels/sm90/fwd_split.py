@@ -9,46 +9,28 @@ from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import LOWEST
 from fa2tune.kernels.lib.division import divisors
-from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+from fa2tune.kernels.lib.hopper import fence_async_shared
 from fa2tune.kernels.lib.hopper_forward import (
-    K_EMPTY,
     ROWS,
-    V_EMPTY,
     Barriers,
     Call,
     Form,
     Shared,
     await_turn,
-    of_carried,
-    pairs_suit,
-    release,
-    repack,
     signal_next_turn,
-    sum_parts,
-    to_carry,
+    slots,
 )
 from fa2tune.kernels.lib.hopper_key_parts import (
     PartDivisors,
     Sums,
     blocks_of,
     packed_place,
-    pass_entries,
     place_of,
     store_sums,
     turns_of,
 )
-from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys, with_term
-from fa2tune.kernels.lib.hopper_parts import (
-    add_products,
-    descriptors_of,
-    loaded,
-    product_layout,
-    products_done,
-    shared_for,
-    tiles_in,
-    used_of,
-    zeros_for,
-)
+from fa2tune.kernels.lib.hopper_part_sums import contributions, sum_part
+from fa2tune.kernels.lib.hopper_parts import descriptors_of, shared_for
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_parts, received_tile, sequence_of
 from fa2tune.search_spaces.lib.hopper import part_dims, used_by, used_columns
 from fa2tune.search_spaces.portable.packed_order import order_and_counter
@@ -63,122 +45,26 @@ _START_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
 @gluon.jit
-def _contributes(acc, total):
-    """acc [ROWS, columns], 0 in rows whose sum of P is: they see no key here, and V may hold infinities."""
-    return gl.where(gl.convert_layout(total, gl.SliceLayout(1, acc.type.layout))[:, None] == 0.0, 0.0, acc)
-
-
-@gluon.jit
 def _one_part(
     turn, done, place, own, sums, smem, barriers, qk_scale, call, CONSUMER: gl.constexpr, HEAD_DIM_V: gl.constexpr, form
 ):  # fmt: skip
     """This group's rows of a program's turn-th part. own: as call, with the lengths of its sequence. Returns how many key
     blocks are done then."""
-    dtype: gl.constexpr = smem.q[0].dtype
-    s_layout: gl.constexpr = product_layout(form.BLOCK_N)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
-    AS_PAIRS: gl.constexpr = pairs_suit(form.WIDEST, form.RIGHT_BOUNDED)
-    row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
-    seqlen_q, seqlen_k, window = own.seqlen_q, own.seqlen_k, own.window
-    offset = seqlen_k - seqlen_q  # bottom-right: row i sees keys up to i + offset
     below, n_blocks, used = blocks_of(place, own, sums.parts, form)
-    first = place.row + CONSUMER * ROWS
-    rows = first + gl.arange(0, ROWS, layout=row_s)
-    clear_begin, clear_end = form.CLEAR_BLOCKS(first, first + ROWS, seqlen_q, seqlen_k, window, form.BLOCK_N)
-    n_masked = 1
-    if form.RIGHT_BOUNDED:
-        # blocks that only later groups see; of a part that has no others the last one, in which no row sees a key
-        unseen = below - form.BLOCKS_BELOW(first + ROWS, seqlen_q, seqlen_k, window, form.BLOCK_N)
-        unseen = gl.minimum(gl.maximum(unseen, 0), n_blocks - 1)
-        done = pass_entries(done, unseen, barriers, CONSUMER, form)
-        below -= unseen
-        n_blocks -= unseen
-        n_masked = gl.minimum(gl.maximum(below - clear_end, 1), n_blocks)
-    n_clear = n_blocks  # from there on blocks lie under the mask's left side
-    if form.LEFT_BOUNDED:
-        n_clear = gl.maximum(gl.minimum(below - clear_begin, n_blocks), n_masked)
-    q_tile = used_of(tiles_in(smem.q, CONSUMER), form.USED_D)
-    mbarrier.wait(barriers.q_ready.index(CONSUMER), turn & 1)
-    if form.Q_IN_REGISTERS:
-        q_tile = loaded(q_tile, gl.DotOperandLayout(0, s_layout, 2))
-
-    # ---- the last block, which may be ragged
-    s = issue_scores(q_tile, smem, barriers, done, True, CONSUMER, form)
-    if form.PINGPONG:
-        signal_next_turn(CONSUMER, form.GROUPS)
-    s = warpgroup_mma_wait(0, deps=[s])
-    release(barriers.k_empty, done, True, K_EMPTY, form)
-    query_head = place.h_kv * call.group + place.member
-    seen = Seen(rows, offset, seqlen_k, window, below, done, call.score, place.sequence, query_head)
-    s = with_term(s, (below - 1) * form.BLOCK_N, seen, form)
-    s = form.HIDE(s, rows, (below - 1) * form.BLOCK_N, offset, seqlen_k, window, s_layout)
-    peak = gl.maximum(gl.max(s, 1) * qk_scale, LOWEST)
-    weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
-    total = sum_parts(weights)
-    p = to_carry(weights, dtype, p_layout, AS_PAIRS)
-    acc = zeros_for(smem.v, ROWS)
-    if form.RIGHT_BOUNDED:
-        acc, total, peak, p = over_keys(
-            acc, total, peak, p, 1, n_masked, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, form.RESCALE, True
-        )
-    p = repack(p)
-    acc, total, peak, p = over_keys(
-        acc,
-        total,
-        peak,
-        p,
-        n_masked,
-        n_clear,
-        seen,
-        q_tile,
-        smem,
-        barriers,
-        qk_scale,
-        CONSUMER,
-        form,
-        form.RESCALE,
-        False,
+    done, acc, peak, row_total = sum_part(
+        turn, done, below, n_blocks, place, own, smem, barriers, qk_scale, CONSUMER, False, form
     )
-    if form.LEFT_BOUNDED:
-        p = repack(p)
-        acc, total, peak, p = over_keys(
-            acc,
-            total,
-            peak,
-            p,
-            n_clear,
-            n_blocks,
-            seen,
-            q_tile,
-            smem,
-            barriers,
-            qk_scale,
-            CONSUMER,
-            form,
-            form.RESCALE,
-            True,
-        )
-    mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
-
-    # ---- the last P V
-    done += n_blocks
-    v_stage = (done - 1) % form.STAGES
-    mbarrier.wait(barriers.v_ready.index(v_stage), ((done - 1) // form.STAGES) & 1)
-    acc = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_stage), acc)
-    acc = products_done(acc)
-    release(barriers.v_empty, done - 1, True, V_EMPTY, form)
-
-    row_total = gl.where(used, gl.convert_layout(gl.sum(total, 1), row_s), 0.0)
+    row_total = gl.where(used, row_total, 0.0)
     peak = gl.where(used, peak, LOWEST)
-    kept = (_contributes(acc[0], row_total),)
-    if len(acc) > 1:
-        kept = (kept[0], _contributes(acc[1], row_total))
+    kept = contributions(acc, row_total)
+    first = place.row + CONSUMER * ROWS
     if form.LEFT_BOUNDED or form.RIGHT_BOUNDED or form.RAGGED:
-        sees_a_key = form.SEES_A_KEY(rows, offset, seqlen_k, window)
+        rows = first + gl.arange(0, ROWS, layout=peak.type.layout)
+        sees_a_key = form.SEES_A_KEY(rows, own.seqlen_k - own.seqlen_q, own.seqlen_k, own.window)
         if form.RAGGED:
-            sees_a_key = sees_a_key & (seqlen_k > 0)
+            sees_a_key = sees_a_key & (own.seqlen_k > 0)
         row_total = gl.where(sees_a_key, row_total, -1.0)
-    store_sums(kept, peak, row_total, place.before + first, seqlen_q - first, place, sums, call, HEAD_DIM_V)
+    store_sums(kept, peak, row_total, place.before + first, own.seqlen_q - first, place, sums, call, HEAD_DIM_V)
     return done
 
 
@@ -203,15 +89,6 @@ def _consume(sums, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr
             done = _one_part(turn, done, place, call, sums, smem, barriers, qk_scale, call, CONSUMER, HEAD_DIM_V, form)
     if form.PINGPONG and CONSUMER == 0:
         await_turn(CONSUMER)  # the last group has passed on once more than it was passed
-
-
-@gluon.jit
-def _slots(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """An mbarrier a slot."""
-    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(found.index(i), count=ARRIVALS)
-    return found
 
 
 @gluon.jit
@@ -240,11 +117,11 @@ def fwd_hopper_split_kernel(
     q_smem = shared_for(q, GROUPS, ROWS, BLOCK_D, REST_D)
     k_smem = shared_for(k, STAGES, BLOCK_N, BLOCK_D, REST_D)
     v_smem = shared_for(v, STAGES, BLOCK_N, BLOCK_DV, REST_DV)
-    q_ready, q_empty = _slots(GROUPS, 1), _slots(GROUPS, 1)
-    k_ready, v_ready = _slots(STAGES, 1), _slots(STAGES, 1)
+    q_ready, q_empty = slots(GROUPS, 1), slots(GROUPS, 1)
+    k_ready, v_ready = slots(STAGES, 1), slots(STAGES, 1)
     k_empty, v_empty = k_ready, v_ready  # NUMBERED: no warp arrives or waits at these
     if not NUMBERED:
-        k_empty, v_empty = _slots(STAGES, GROUPS), _slots(STAGES, GROUPS)
+        k_empty, v_empty = slots(STAGES, GROUPS), slots(STAGES, GROUPS)
     queue = make_queue(order, taken, RAGGED)
     fence_async_shared()
     sums = Sums(o_parts, stats, SPLITS)

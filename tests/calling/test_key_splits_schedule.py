@@ -17,6 +17,7 @@ from fa2tune.calling.kinds import PORTABLE_ROWS, WARP_SPECIALIZED_ROWS
 from fa2tune.calling.schedules import few_tiles, key_splits_schedule
 from fa2tune.compiling import limits
 from fa2tune.launching import key_splits
+from fa2tune.search_spaces.lib import hopper_key_parts
 from fa2tune.search_spaces.portable import fwd_combine, fwd_split
 from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
 from fa2tune.spec.extent import Extent
@@ -462,7 +463,7 @@ def test_groups_of_a_split_take_turns_where_that_was_faster(dims, turns, kept):
     for mask in ("full", "causal"):
         spec = Specialization("bf16", *dims, mask)
         config = hopper_split.config_of(spec, 128, 2)
-        assert (config["PINGPONG"], config["Q_IN_REGISTERS"]) == (turns, kept) and hopper_split.fits(spec, config)
+        assert (config["PINGPONG"], config["Q_IN_REGISTERS"]) == (turns, kept) and hopper_key_parts.fits(spec, config)
         assert kept <= config["NUMBERED"] and not (config["BLOCK_N"] == 128 and kept)
         if max(dims) > 128:
             scored = replace(spec, score="softcap")

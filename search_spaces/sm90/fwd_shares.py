@@ -1,0 +1,112 @@
+"""Tiles of kernels/sm90/fwd_shares.py: they follow from the head dims and the mask (search_spaces/lib/hopper_key_parts.py), and
+nothing is searched."""
+
+from functools import lru_cache
+from itertools import pairwise
+
+from fa2tune.search_spaces.lib.hopper_key_parts import tile, tiles
+from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.variant import SearchSpace
+
+TILE_ROWS = 128
+#: Tiles of a head that there are at most, and key blocks of all tiles, times programs: a product of 32 bits.
+TILES_OF_HEAD, BLOCKS_TIMES_PROGRAMS = 1024, 2**31 - 1
+#: Parts of a tile, programs, and whole tiles of a program, at most.
+MOST_SPLITS, MOST_SHARES, MOST_ROUNDS = 16, 256, 8
+
+
+def fits(spec: Specialization, arch: int) -> bool:
+    """Whether the kernel computes such calls, their lengths aside: dense ones without a score term, whose queries see all keys
+    on their left."""
+    return not (spec.ragged or spec.scored or spec.mask_hooks.left) and TILE_ROWS in tiles(spec, arch)
+
+
+def config_of(spec: Specialization, shares: int, rounds: int, splits: int) -> Config:
+    """``shares``: programs; ``rounds``: whole tiles of each; ``splits``: parts that a tile has at most, 2 or more."""
+    found = tile(spec, TILE_ROWS)
+    assert found is not None  # where it fits
+    return {**found, "EARLY": True, "SPLITS": splits, "SHARES": shares, "ROUNDS": rounds}
+
+
+@lru_cache(maxsize=1024)
+def _progression(problem: Problem, rows: int, keys: int) -> tuple[int, int, int] | None:
+    blocks = problem.key_blocks(rows, keys)
+    more = blocks[1] - blocks[0] if len(blocks) > 1 else 0
+    even = more >= 0 and all(later - before == more for before, later in pairwise(blocks[:-1]))
+    if not even or not 0 < blocks[-1] <= blocks[0] + more * (len(blocks) - 1):
+        return None
+    return sum(blocks), blocks[0], more
+
+
+def progression(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Key blocks of a head's tiles, of its first one, and what each has more than the one before, but for the last one.
+    ValueError: they do not grow so."""
+    if (found := _progression(problem, config["BLOCK_M"], config["BLOCK_N"])) is None:
+        raise ValueError(refused(problem, config))
+    return found
+
+
+def left_over(problem: Problem, config: Config) -> int:
+    """Key blocks of all tiles behind whole rounds."""
+    of_head, of_first, _more = progression(problem, config)
+    return of_head * problem.batch * problem.heads_q - config["ROUNDS"] * config["SHARES"] * of_first
+
+
+def parts_of_longest(problem: Problem, config: Config) -> int:
+    """Parts that a tile may have: programs whose runs reach into it."""
+    _of_head, of_first, more = progression(problem, config)
+    tiles_of_head = problem.query_tiles(config["BLOCK_M"]) // problem.batch
+    longest, left = of_first + more * (tiles_of_head - 1), left_over(problem, config)
+    return max(2, 1 - (1 - longest) * config["SHARES"] // left) if left > 0 else 2
+
+
+def refused(problem: Problem, config: Config) -> str:
+    """Why a config does not compute a call of these lengths; "": it does."""
+    shares, rounds = config["SHARES"], config["ROUNDS"]
+    if (found := _progression(problem, config["BLOCK_M"], config["BLOCK_N"])) is None:
+        lengths = f"{problem.seqlen_q} queries of {problem.seqlen_k} keys"
+        return f"mask: got {problem.mask} of {lengths}, whose tiles must see evenly more keys for equal shares"
+    of_head, of_first, _more = found
+    tiles_of_head, heads = problem.query_tiles(config["BLOCK_M"]) // problem.batch, problem.batch * problem.heads_q
+    if rounds > MOST_ROUNDS:
+        return f"ROUNDS: got {rounds}, must be at most {MOST_ROUNDS}"
+    if rounds and of_head != of_first * tiles_of_head:
+        return f"ROUNDS: got {rounds} of tiles that do not see as many keys each, must be 0"
+    if (left := left_over(problem, config)) < 0:
+        return f"ROUNDS: got {rounds} of {shares} tiles, must be no more tiles than there are"
+    if 0 < left < shares:
+        return f"SHARES: got {shares} for {left} key blocks, must be no more"
+    if tiles_of_head > TILES_OF_HEAD or of_head * heads * shares > BLOCKS_TIMES_PROGRAMS:
+        most = f"{TILES_OF_HEAD} and {BLOCKS_TIMES_PROGRAMS // shares}"
+        return f"config: got {tiles_of_head} tiles of a head and {of_head * heads} key blocks, must be at most {most}"
+    if config["SPLITS"] < (needed := parts_of_longest(problem, config)):
+        return (
+            f"SPLITS: got {config['SPLITS']} for {left} key blocks left to {shares} programs, must be {needed} or more"
+        )
+    return ""
+
+
+def default(spec: Specialization, arch: int) -> Config:
+    return {**config_of(spec, MOST_SHARES, 0, MOST_SPLITS), "EARLY": False}
+
+
+SPACE = SearchSpace(
+    name="fwd_hopper_shares",
+    dimensions={
+        "BLOCK_M": (TILE_ROWS,),
+        "BLOCK_N": (64, 128),
+        "STAGES": (2, 3),
+        "PINGPONG": (False, True),
+        "Q_IN_REGISTERS": (False, True),
+        "NUMBERED": (False, True),
+        "IN_PARTS": (False, True),  # head dims are computed as sums of two powers of two
+        "EARLY": (False, True),  # the kernel that puts parts together may start before this one has ended
+        "SPLITS": tuple(range(2, MOST_SPLITS + 1)),
+        "SHARES": tuple(range(1, MOST_SHARES + 1)),
+        "ROUNDS": tuple(range(MOST_ROUNDS + 1)),
+        "num_warps": (4,),
+        "maxnreg": (0,),
+    },
+    constraints=(),
+    default=default,
+)
