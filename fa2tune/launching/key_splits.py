@@ -8,7 +8,7 @@ the latter alone serves, ``packed_splits_schedule.py``.
 
 Forwards by the role fwd_shares, some of whose tiles are in parts, and by fwd_grouped, fwd_one_tile and fwd_80_keys, whose keys
 are not split, are planned here as well: they, too, run in place of the tuned kernel
-(``calling/schedules/in_place_schedule.py``), the second one of packed sequences, too.
+(``calling/schedules/in_place_schedule.py``), fwd_grouped of packed sequences, too.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def plain(problem: Problem) -> Problem:
 
 
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
-    """What runs for a config of a kernel that splits keys, or has tiles of several heads or with all keys, in order, each with
-    its config and a problem whose specialization it is compiled for."""
+    """What runs for a config of a kernel that splits keys, or has equal shares of them, or tiles of several heads or with all
+    keys, in order, each with its config and a problem whose specialization it is compiled for."""
     variant = splitting(config)
     before, _ = around(variant, problem.specialization, config, arch)
     found = [(*one, problem) for one in [*before, (variant, config)]]

@@ -1,10 +1,10 @@
 """Equal shares of all key blocks of a call: which of them a program has, and the warp that loads them. Device side.
 
 Tiles of a call lie one after the other, heads one by one, and so do their key blocks, those of a tile from the last one on, as
-the loops go. A program first takes whole tiles, one of each of ``rounds`` rounds of as many tiles as there are programs, and
-then its share of the blocks that are left: a run of them that may begin and end inside a tile. So a tile that is left is in
-parts, one for each program whose run reaches into it. Each tile of a head has ``more`` blocks more than the one before it, but
-for the last one, which may have fewer; whole rounds are of calls whose tiles have the same number."""
+the loops go. A program first takes ``rounds`` whole tiles, every n-th one of n programs, and then its share of the blocks that
+are left: a run of them that may begin and end inside a tile. So a tile that is left is in parts, one for each program whose run
+reaches into it. Each tile of a head has ``more`` blocks more than the one before it, but for the last one, which may have
+fewer; whole rounds are of calls whose tiles have the same number."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from fa2tune.kernels.lib.hopper_key_parts import Place
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts
 from fa2tune.search_spaces.sm90 import fwd_shares as space
 
-#: Powers of two up to which tiles of a head are counted.
+#: Steps of the search for a tile, less one.
 BITS = gl.constexpr(space.TILES_OF_HEAD.bit_length() - 1)
 
 
@@ -24,8 +24,8 @@ class Blocks(NamedTuple):
     """Key blocks that tiles visit."""
 
     of_head: gl.tensor
-    of_first: gl.tensor  #: tile of a head
-    more: gl.tensor
+    of_first: gl.tensor  #: those of a head's first tile
+    more: gl.tensor  #: that each tile has than the one before it
 
 
 class Share(NamedTuple):

@@ -1,4 +1,5 @@
-"""After kernels/portable/fwd_split.py: the output and lse out of what was summed over each part of the keys.
+"""After kernels/portable/fwd_split.py, sm90/fwd_split.py and sm90/fwd_shares.py: the output and lse out of what was summed over
+each part of the keys.
 
 Bound by memory, so it has no search space."""
 
@@ -30,6 +31,11 @@ def fwd_combine_kernel(
     all_rows = (batch * heads_q).to(tl.int64) * seqlen_q
     own = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # [R]
     inside = own < all_rows
+    if UNEVEN:  # of whole tiles most programs have nothing else
+        totals_of_first = tl.load(stats + SPLITS * all_rows + own, mask=inside, other=_WRITTEN)
+        inside = inside & (totals_of_first != _WRITTEN)
+        if tl.sum(inside.to(tl.int32), 0) == 0:
+            return
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_DV)
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
@@ -45,8 +51,6 @@ def fwd_combine_kernel(
         totals = tl.load(stats + SPLITS * all_rows + places, mask=there, other=0.0)
         if UNEVEN:
             mask = mask & (totals != 0.0)[:, :, None]
-            inside = inside & (tl.min(totals, 1) != _WRITTEN)
-            mask = mask & inside[:, None, None]
         part = tl.load(o_parts + (places[:, :, None] * HEAD_DIM_V + d[None, None, :]), mask=mask, other=0.0)
         new_peak = tl.maximum(peak, tl.max(peaks, 1))
         weight = tl.math.exp2(peaks - new_peak[:, None])  # [R, S]

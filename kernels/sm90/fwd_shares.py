@@ -71,10 +71,13 @@ def _store_whole(acc, peak, total, first, inside, place, out, call, HEAD_DIM_V: 
 
 
 @gluon.jit
-def _say(total, own, begin, inside, peak, sums, call):
-    """That of a group's rows parts from ``begin`` on have the sum ``total``, and the lowest maximum there is."""
+def _mark_parts(total, own, begin, inside, like, sums, call):
+    """Stores the sum ``total`` and the lowest maximum there is for a group's rows in the parts from ``begin`` on, laid out
+    as ``like``."""
+    peaks = gl.full([ROWS], LOWEST, gl.float32, like.type.layout)
+    totals = gl.full([ROWS], total, gl.float32, like.type.layout)
     for part in range(begin, sums.parts):
-        store_stats(peak * 0.0 + LOWEST, peak * 0.0 + total, own, part, inside, sums, call)
+        store_stats(peaks, totals, own, part, inside, sums, call)
 
 
 @gluon.jit
@@ -99,7 +102,7 @@ def _consume(
         own = rows_before(first, place, call)
         if run.parts == 1:
             _store_whole(acc, peak, total, first, inside, place, out, call, HEAD_DIM_V, form)
-            _say(WRITTEN, own, 0, inside, peak, sums, call)
+            _mark_parts(WRITTEN, own, 0, inside, peak, sums, call)
         else:
             kept = contributions(acc, total)
             if form.RIGHT_BOUNDED:
@@ -108,7 +111,7 @@ def _consume(
                 total = gl.where(sees_a_key, total, -1.0)
             store_sums(kept, peak, total, first, inside, place, sums, call, HEAD_DIM_V)
             if place.part == 0:
-                _say(0.0, own, run.parts, inside, peak, sums, call)
+                _mark_parts(0.0, own, run.parts, inside, peak, sums, call)
         at = next_at(turn, at, run, share)
         turn += 1
     if form.PINGPONG and CONSUMER == 0:

@@ -9,7 +9,8 @@ AT_ONCE = (4, 8, 16, 32)
 PARTS = 32
 #: Parts that there are at most.
 MOST_SPLITS = 256
-#: Sum of P that says of a row whose parts differ in number: o and lse have it already.
+#: With UNEVEN: stands in place of a row's sums of P where o and lse are written already. Other sums are 0 or more, or -1: the
+#: row sees no key.
 WRITTEN = -2.0
 
 

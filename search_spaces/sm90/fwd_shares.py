@@ -68,13 +68,15 @@ def refused(problem: Problem, config: Config) -> str:
         return f"mask: got {problem.mask} of {lengths}, whose tiles must see evenly more keys for equal shares"
     of_head, of_first, _more = found
     tiles_of_head, heads = problem.query_tiles(config["BLOCK_M"]) // problem.batch, problem.batch * problem.heads_q
-    if rounds > MOST_ROUNDS:
-        return f"ROUNDS: got {rounds}, must be at most {MOST_ROUNDS}"
+    for name in ("SHARES", "ROUNDS", "SPLITS"):
+        allowed = SPACE.dimensions[name]
+        if config[name] not in allowed:
+            return f"{name}: got {config[name]}, must be {min(allowed)} to {max(allowed)}"
     if rounds and of_head != of_first * tiles_of_head:
         return f"ROUNDS: got {rounds} of tiles that do not see as many keys each, must be 0"
     if (left := left_over(problem, config)) < 0:
         return f"ROUNDS: got {rounds} of {shares} tiles, must be no more tiles than there are"
-    if 0 < left < shares:
+    if 0 < left < shares:  # a program without a block would count as a part of a tile
         return f"SHARES: got {shares} for {left} key blocks, must be no more"
     if tiles_of_head > TILES_OF_HEAD or of_head * heads * shares > BLOCKS_TIMES_PROGRAMS:
         most = f"{TILES_OF_HEAD} and {BLOCKS_TIMES_PROGRAMS // shares}"

@@ -24,6 +24,7 @@ from fa2tune.search_spaces.sm90 import fwd_shares, fwd_split
 from fa2tune.spec.problem import Config, Specialization
 
 SHARES, SPLIT = registry.variant_named("sm90/fwd_shares"), registry.variant_named("sm90/fwd_split")
+COMBINE = registry.variant_named("portable/fwd_combine")
 #: Of issued instructions in a loop over keys, over those of the kernel that splits keys evenly; and words spilled outside.
 MORE_ISSUED, MORE_SPILLED = 1.04, 24
 
@@ -87,7 +88,7 @@ def test_whole_tiles_leave_rounded_and_parts_two_words_at_a_time(case: Case, bui
     """A thread has two neighbouring columns of every eight, of two rows."""
     listing = built(case.asked).listing
     pairs = 2 * 2 * -(-min(case.dims[1], columns(case.spec, case.config)[1]) // 8)
-    assert listing.count("STG.E.64 ") == pairs and listing.count("F2FP.BF16") >= pairs
+    assert listing.count("STG.E.64 ") == pairs and listing.count("STG.E ") >= pairs
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -103,3 +104,12 @@ def test_shares_and_rounds_are_launch_arguments() -> None:
     case = CASES[0]
     other = {**case.config, "SHARES": 114, "ROUNDS": 2, "SPLITS": 5}
     assert compiler.binary_config(SHARES, other) == compiler.binary_config(SHARES, case.config)
+
+
+@pytest.mark.parametrize("parts", [4, 8, 16])
+def test_parts_that_differ_in_number_are_put_together(parts: int) -> None:
+    space = registry.space_file(COMBINE.name)
+    spec = Specialization("bf16", 192, 192, "full")
+    config = {**space.config_of(90, parts), "UNEVEN": True}
+    found = compiler.compile_kernel(COMBINE, spec, compiler.binary_config(COMBINE, config), 90)
+    assert found.metadata.num_warps == config["num_warps"] and "setp.neu.f32" in found.asm["ptx"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import kernels_in_python
@@ -12,6 +13,7 @@ import torch
 from gpu_in_python import InPlaceGpu
 from test_computed_in_python import SCALE, Call, compare, inputs, unset, wanted
 
+from fa2tune.kernels.lib import hopper_shares
 from fa2tune.launching import key_splits, passes
 from fa2tune.search_spaces.portable.fwd_combine import WRITTEN
 from fa2tune.search_spaces.sm90 import fwd_shares
@@ -80,6 +82,7 @@ CALLS = [
     (Call(((300, 330),), (2, 1), (96, 96), CAUSAL), {"SHARES": 4}),  # two parts of columns
     (Call(((200, 330),), (1, 1), (192, 128), CAUSAL), {"SHARES": 3}),
     (Call(((300, 330),), (2, 1), (184, 184), FULL), {"SHARES": 5, "ROUNDS": 1}),  # Q in registers, in turn
+    (Call(((500, 200),), (4, 1), (184, 184), FULL), {"SHARES": 3, "ROUNDS": 3}),  # six runs and more a program
     (Call(((300, 200),), (1, 1), (256, 256), FULL), {"SHARES": 2, "ROUNDS": 1}),
     (Call(((260, 300),), (1, 1), (72, 40), CAUSAL), {"SHARES": 2}),
     (Call(((260, 240),), (1, 1), (64, 64), CAUSAL), {"SHARES": 3, **BLOCK}),  # rows without a key
@@ -96,16 +99,71 @@ def test_equal_shares(gpu: SharesGpu, call: Call, settings: Config) -> None:
     assert not np.isnan(stats).any(), "every word of stats is written"
 
 
-def test_programs_differ_by_a_block_and_tiles_are_whole_or_in_parts(gpu: SharesGpu) -> None:
-    """Of 2 x 5 tiles under the causal mask, 30 blocks of a head: 60 of five programs, so some tiles are whole."""
+def test_a_tile_is_whole_or_in_parts(gpu: SharesGpu) -> None:
+    """2 x 5 tiles under the causal mask have 68 blocks: of five programs' runs some hold whole tiles."""
     call = Call(((630, 640),), (2, 2), (64, 64), CAUSAL)
     given = inputs(call, 0)
     *_, stats = gpu.forward(call, given, {"SHARES": 5, **BLOCK})
     totals = stats[1]  # [parts, rows]
     whole = (totals == WRITTEN).all(0)
-    in_parts = (totals > 0).sum(0)
-    assert whole.any() and (in_parts[~whole] >= 2).all()
     assert ((totals == WRITTEN).any(0) == whole).all()
+    assert whole.any() and ((totals > 0).sum(0)[~whole] >= 2).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_runs_hold_each_key_block_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The search and the places of parts, by plain arithmetic: of tiles of up to 1024 a head, and of products near 32 bits."""
+    drawn = np.random.default_rng(seed)
+    of = {name: kernels_in_python.in_python(getattr(hopper_shares, name)) for name in FUNCTIONS}
+    for _ in range(20):
+        tiles, heads, programs = (
+            int(drawn.integers(1, most)) for most in ((1025, 4, 140), (9, 40, 20))[drawn.integers(2)]
+        )
+        first, more = int(drawn.integers(1, 60)), int(drawn.integers(3))
+        visited = [first + more * tile for tile in range(tiles)]
+        visited[-1] -= int(drawn.integers(visited[-1] - visited[-2] + 1)) if tiles > 1 else 0
+        rounds = 0 if more or visited[-1] != first else int(drawn.integers(tiles * heads // programs + 1))
+        left = sum(visited) * heads - rounds * programs * first
+        if left < programs or sum(visited) * heads * programs >= 2**31:
+            continue
+        check_runs(monkeypatch, of, visited, heads, programs, rounds, more)
+
+
+FUNCTIONS = ("share_of", "run_of", "goes_on", "next_at")
+
+
+def check_runs(
+    monkeypatch: pytest.MonkeyPatch, of: dict[str, Any], visited: list[int], heads: int, programs: int, rounds: int, more: int
+) -> None:  # fmt: skip
+    """``visited``: blocks of each tile of a head."""
+    rows = 128
+    below = lambda end, *_: visited[min(int(end) // rows, len(visited)) - 1]  # noqa: E731
+    form = SimpleNamespace(BLOCK_M=rows, BLOCK_N=64, BLOCKS_BELOW=below)
+    call = SimpleNamespace(
+        batch=1, heads_q=heads, group=1, seqlen_q=len(visited) * rows, seqlen_k=64 * visited[-1], window=(0, 0)
+    )
+    blocks = hopper_shares.Blocks(sum(visited), visited[0], more)
+    seen = [[np.zeros(count, int) for count in visited] for _ in range(heads)]
+    parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    shares = []
+    for number in range(programs):
+        here = SimpleNamespace(number=number, programs=programs)
+        monkeypatch.setattr(kernels_in_python._HERE, "program", here, raising=False)
+        share = of["share_of"](call, rounds, blocks)
+        turn, at = 0, share.begin
+        while of["goes_on"](turn, at, share):
+            run = of["run_of"](turn, at, share, blocks, call, form)
+            head, tile, below, count = (
+                int(one) for one in (run.place.h_kv, run.place.row // rows, run.below, run.count)
+            )
+            seen[head][tile][below - count : below] += 1
+            parts.setdefault((head, tile), []).append((int(run.place.part), int(run.parts)))
+            at = of["next_at"](turn, at, run, share)
+            turn += 1
+        shares.append(int(share.end - share.begin))
+    assert all((one == 1).all() for head in seen for one in head)
+    assert all(sorted(part for part, _ in found) == [*range(found[0][1])] for found in parts.values())
+    assert max(shares) - min(shares) <= 1
 
 
 def test_a_negative_scale(gpu: SharesGpu) -> None:
@@ -115,15 +173,16 @@ def test_a_negative_scale(gpu: SharesGpu) -> None:
     compare({"o": o, "lse": lse}, wanted(call, {**given, "q": -given["q"]}))
 
 
+@pytest.mark.parametrize("infinite", [-torch.inf, torch.inf])
 @pytest.mark.parametrize("shares", [1, 3])
-def test_rows_of_infinite_scores_are_nan_as_softmax_has_them(gpu: SharesGpu, shares: int) -> None:
+def test_rows_of_infinite_scores_are_nan_as_softmax_has_them(gpu: SharesGpu, shares: int, infinite: float) -> None:
     """In whole tiles and in parts."""
     call = Call(((70, 300),), (1, 1), (64, 64), FULL)
     given = inputs(call, 0)
-    given["q"][:, :, 3, 0], given["k"][..., 0] = -torch.inf, 1.0
+    given["q"][:, :, 3, 0], given["k"][..., 0] = infinite, 1.0
     o, lse, *_ = gpu.forward(call, given, {"SHARES": shares, **BLOCK})
     assert o[:, :, 3].isnan().all() and not o[:, :, :3].isnan().any() and not o[:, :, 4:].isnan().any()
-    assert (lse[:, :, 3] == -torch.inf).all()
+    assert (lse[:, :, 3] == -torch.inf).all() if infinite < 0 else lse[:, :, 3].isnan().all()
 
 
 def test_an_infinite_value_that_no_row_of_a_part_sees_spoils_none(gpu: SharesGpu) -> None:
@@ -141,6 +200,8 @@ REFUSED = [
     (Call(((300, 300),), (1, 1), (64, 64), FULL), {"SHARES": 2, "SPLITS": 9, "ROUNDS": 2}, "no more tiles than there"),
     (Call(((300, 900),), (1, 1), (64, 64), FULL), {"SHARES": 9, "SPLITS": 2}, "SPLITS: got 2 for"),
     (Call(((70, 200),), (1, 1), (64, 64), FULL), {"SHARES": 9, "SPLITS": 9}, "SHARES: got 9 for"),
+    (Call(((70, 200),), (1, 1), (64, 64), FULL), {"SHARES": 0, "SPLITS": 9}, "SHARES: got 0, must be 1 to 256"),
+    (Call(((70, 200),), (1, 1), (64, 64), FULL), {"ROUNDS": 9, "SPLITS": 9}, "ROUNDS: got 9, must be 0 to 8"),
 ]
 
 
@@ -164,7 +225,7 @@ def test_other_masks_are_not_computed(mask: Mask) -> None:
     ("name", "instead"),
     [
         ("next_at", lambda turn, at, run, share: at + run.count + 1),  # a key block is left out
-        ("_say", lambda *_: None),
+        ("_mark_parts", lambda *_: None),
         ("contributions", lambda acc, total: tuple(one * 2.0 for one in acc)),
     ],
 )
