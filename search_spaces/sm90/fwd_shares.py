@@ -81,10 +81,8 @@ def refused(problem: Problem, config: Config) -> str:
     if tiles_of_head > TILES_OF_HEAD or of_head * heads * shares > BLOCKS_TIMES_PROGRAMS:
         most = f"{TILES_OF_HEAD} and {BLOCKS_TIMES_PROGRAMS // shares}"
         return f"config: got {tiles_of_head} tiles of a head and {of_head * heads} key blocks, must be at most {most}"
-    if config["SPLITS"] < (needed := parts_of_longest(problem, config)):
-        return (
-            f"SPLITS: got {config['SPLITS']} for {left} key blocks left to {shares} programs, must be {needed} or more"
-        )
+    if (parts := config["SPLITS"]) < (needed := parts_of_longest(problem, config)):
+        return f"SPLITS: got {parts} for {left} key blocks left to {shares} programs, must be {needed} or more"
     return ""
 
 
