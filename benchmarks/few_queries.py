@@ -43,6 +43,7 @@ from fa2tune.compiling import compiler, operandcheck, registry
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference
+from fa2tune.search_spaces.lib import hopper_key_parts
 from fa2tune.search_spaces.portable import fwd_split
 from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
 from fa2tune.spec.mask import CAUSAL, FULL
@@ -186,7 +187,7 @@ def hopper_splits(problem: Problem, fastest: Config) -> Iterator[Config]:
                 yield config
     if fastest["BLOCK_M"] > hopper_split.ROWS[0]:
         forms = ({**fastest, name: not fastest[name]} for name in ("PINGPONG", "NUMBERED", "Q_IN_REGISTERS"))
-        yield from (form for form in forms if hopper_split.fits(spec, form))
+        yield from (form for form in forms if hopper_key_parts.fits(spec, form))
 
 
 def grouped_tiles(problem: Problem, gpu: Gpu) -> list[Config]:
