@@ -181,11 +181,21 @@ def store_sums(acc, peak, total, first, inside, place, sums, call, HEAD_DIM_V: g
     """A group's sums of P V, its parts of columns [ROWS, columns] each, maxima and sums of P [ROWS], of the queries from
     ``first`` on, counted over all sequences, of which ``inside`` are there. Row r of a key head is query r // group of its
     query head r % group."""
-    own = rows_before(first, place, call)
-    store_stats(peak, total, own, place.part, inside, sums, call)
+    heads_kv = divide(call.heads_q, call.group, call.by.group)
     all_rows = (call.batch * call.heads_q).to(gl.int64) * call.seqlen_q
-    o = sums.o_parts + (place.part * all_rows + own) * HEAD_DIM_V
-    store_parts_of_rows(acc, o, call.group * HEAD_DIM_V, inside, HEAD_DIM_V)
+    before = (place.b * heads_kv + place.h_kv).to(
+        gl.int64
+    ) * call.seqlen_q + first  # queries of this key head, and of others
+    own = place.part * all_rows + before * call.group + place.member
+    r = gl.arange(0, ROWS, layout=peak.type.layout)
+    stats = sums.stats + own
+    gl.store(stats + r * call.group, peak, mask=r < inside)
+    gl.store(stats + sums.parts * all_rows + r * call.group, total, mask=r < inside)
+    o = sums.o_parts + own * HEAD_DIM_V
+    store_columns(acc[0], o, call.group * HEAD_DIM_V, inside, 0, HEAD_DIM_V)
+    if len(acc) > 1:
+        WIDTH: gl.constexpr = acc[0].shape[1]
+        store_columns(acc[1], o, call.group * HEAD_DIM_V, inside, WIDTH, HEAD_DIM_V)
 
 
 @gluon.jit
