@@ -4,7 +4,7 @@
     python benchmarks/dense_forwards.py RECORD... --out dense_forwards.json [--seconds 300]  # resumes from the file
     python benchmarks/dense_forwards.py RECORD... --wide --out dense_forwards_wide.json      # tiles of head dims above 128
     python benchmarks/dense_forwards.py RECORD... --every 1 --splits --out dense_forwards_splits.json  # keys in parts
-    python benchmarks/dense_forwards.py --drawn HASH --shares --out dense_forwards_shares.json  # equal shares of key blocks
+    python benchmarks/dense_forwards.py --drawn HASH --shares --out forward_shares.json  # equal shares of key blocks
     python benchmarks/dense_forwards.py --grid 256 --out dense_forwards_grid.json            # calls of 16k tokens, hidden 2048
     python benchmarks/dense_forwards.py --drawn HASH --near 0.1 --out dense_forwards_near.json  # 100 calls of their own
     python benchmarks/dense_forwards.py --table dense_forwards.json                         # a file, as text
@@ -188,7 +188,7 @@ def shares_candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     whole, split = few_tiles.best(problem, gpu.arch, gpu.sm_count), key_splits_schedule.hopper_best(problem, gpu)
     made = [choosing.choose(problem, "fwd", gpu, WARP_SPECIALIZED_ROWS).config]
     made += [found[1] for found in (whole, split) if found]
-    for usual in shares_schedule.candidates(problem, gpu):
+    for usual, _left in shares_schedule.candidates(problem, gpu):
         made += [{**usual, "PINGPONG": turns} for turns in (True, False)]
     return {label(one): one for one in made}
 

@@ -23,6 +23,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "few keys, forward": (1, (32, 8), (100, 100), 64, "fwd"),
     "few key heads": (1, (32, 2), (1024, 1024), 128, "bwd"),
     "wide, without a mask": (2, (8, 8), (4096, 4096), 248, "fwd", False),
+    "tiles for half of a round": (6, (1, 1), (3369, 3369), 256, "fwd", False),
     "wide": (1, (16, 16), (2048, 2048), 256, "bwd"),
     "wide, of few tiles": (1, (1, 1), (64, 16384), 256, "bwd"),
 }
@@ -50,6 +51,7 @@ REMOVED = {
     "sm90/fwd_grouped": "grouped heads",
     "sm90/fwd_one_tile": "few keys, forward",
     "sm90/fwd_80_keys": "wide, without a mask",
+    "sm90/fwd_shares": "tiles for half of a round",
     "sm90/bwd_one_tile": "few keys",
     "portable/bwd_gather": "few key heads",
     "portable/bwd_spread": "few key heads",

@@ -18,7 +18,13 @@ from fa2tune.calling.schedules import (
 from fa2tune.calling.schedules.fused_schedule import IN_ORDER_FORM
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import has_longer_blocks, is_grouped, is_one_tile, role_in_place
+from fa2tune.launching.key_splits import (
+    has_longer_blocks,
+    is_grouped,
+    is_in_shares,
+    is_one_tile,
+    role_in_place,
+)
 from fa2tune.launching.merged_heads import merged
 from fa2tune.rows import lookup
 from fa2tune.rows.describe import PASSES
@@ -71,8 +77,8 @@ class Served:
     merged: int = 0
     #: of a split backward whose kernels run at a time, which is expected to be faster, how they begin ("dQ first"), of "bwd"
     order: str = ""
-    #: of the kernel that splits keys among programs, or has tiles of several heads or with all keys, and runs in place of the
-    #: row's, if any
+    #: of the kernel that splits keys among programs, or has equal shares of them, or tiles of several heads or with all keys,
+    #: and runs in place of the row's, if any
     split: Config | None = None
     unsplit: str = ""  #: why it does not although that is expected to be faster
     one_tile: Config | None = None  #: of the kernel that makes all of a backward in place of the rows' ones, of "bwd"
@@ -107,6 +113,11 @@ class Served:
     def all_keys(self) -> bool:
         """Whether tiles of what runs in place of the row's kernel have all keys of a key head."""
         return self.split is not None and is_one_tile(self.split)
+
+    @property
+    def in_shares(self) -> bool:
+        """Whether programs of what runs in place of the row's kernel have equal shares of all key blocks."""
+        return self.split is not None and is_in_shares(self.split)
 
     @property
     def longer_blocks(self) -> bool:
@@ -441,6 +452,7 @@ def _as_dict(served: Served) -> dict[str, Any]:
         "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.window is not None,
         "split": dict(served.split) if served.split and role_in_place(served.split) is None else None,
         "longer_blocks": dict(served.split or {}) if served.longer_blocks else None,
+        "shares": dict(served.split or {}) if served.in_shares else None,
         "grouped": dict(served.split or {}) if served.grouped else None, "unsplit": served.unsplit or None,
         "one_tile": dict(one_tile) if one_tile is not None else None,
         "stored_ds": dict(served.stored_ds) if served.stored_ds is not None else None,

@@ -19,7 +19,7 @@ from fa2tune.launching.passes import BackwardPlan, ForwardPlan
 from fa2tune.launching.stored_ds import StoredDsPlan
 from fa2tune.logs import warn_once
 from fa2tune.spec.problem import Config, Problem
-from fa2tune.spec.roles import FWD_80_KEYS, FWD_GROUPED, FWD_ONE_TILE
+from fa2tune.spec.roles import FWD_80_KEYS, FWD_GROUPED, FWD_ONE_TILE, FWD_SHARES
 
 #: How a forward is served whose keys are split among programs, for counting.
 KEYS_SPLIT = "schedule model, keys split"
@@ -29,10 +29,18 @@ GROUPED = "schedule model, tiles of several heads"
 ONE_TILE = "schedule model, one key tile"
 #: And a forward in blocks of 80 keys.
 LONGER_BLOCKS = "schedule model, blocks of 80 keys"
+#: And a forward whose programs have equal shares of key blocks.
+SHARES = "schedule model, equal shares of key blocks"
 #: And one whose dS goes through memory.
 STORED_DS = "schedule model, dS in memory"
 #: By ``key_splits.role_in_place``.
-_HOW = {None: KEYS_SPLIT, FWD_GROUPED: GROUPED, FWD_ONE_TILE: ONE_TILE, FWD_80_KEYS: LONGER_BLOCKS}
+_HOW = {
+    None: KEYS_SPLIT,
+    FWD_GROUPED: GROUPED,
+    FWD_ONE_TILE: ONE_TILE,
+    FWD_80_KEYS: LONGER_BLOCKS,
+    FWD_SHARES: SHARES,
+}
 #: Behind how each kernel of a split backward is served, where both run at a time.
 AT_A_TIME = "; both kernels at a time"
 #: Binaries that did not compile or load, or with nothing to compile them, which are not tried again for another length,

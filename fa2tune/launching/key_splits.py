@@ -52,6 +52,9 @@ from fa2tune.spec.roles import (
 from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant, implementation_of
 
+#: By what only configs of this role name.
+_ROLE_BY_NAME = {"TAIL": FWD_80_KEYS, "SHARES": FWD_SHARES, "MEMBERS": FWD_GROUPED, "KEYS": FWD_ONE_TILE}
+
 
 def is_grouped(config: Config) -> bool:
     """Whether a config is of the kernel whose tiles have the query heads of a key head as rows."""
@@ -103,11 +106,10 @@ def _kernel(role: str | None, implementation: str) -> tuple[str, str]:
 
 def role_in_place(config: Config) -> str | None:
     """Of a config in place of the tuned forward's; None: of one that splits keys, whichever of both."""
-    if has_longer_blocks(config):
-        return FWD_80_KEYS
-    if is_in_shares(config):
-        return FWD_SHARES
-    return FWD_GROUPED if is_grouped(config) else FWD_ONE_TILE if is_one_tile(config) else None
+    for name, role in _ROLE_BY_NAME.items():
+        if name in config:
+            return role
+    return None
 
 
 def role_of(config: Config) -> str:
@@ -137,13 +139,12 @@ def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, 
     """What runs for a config of a kernel that splits keys, or has equal shares of them, or tiles of several heads or with all
     keys, in order, each with its config and a problem whose specialization it is compiled for."""
     variant = splitting(config)
-    before, _ = around(variant, problem.specialization, config, arch)
-    found = [(*one, problem) for one in [*before, (variant, config)]]
+    before, after = around(variant, problem.specialization, config, arch)
+    found = [(*one, problem) for one in [*before, (variant, config), *after]]
     if parts_of(config) > 1:
         posed, parts = plain(problem), parts_of(config)
         combine = companion(FWD_COMBINE, posed.specialization, arch)
-        how = space_file(combine.name).config_of(arch, parts)
-        found.append((combine, {**how, "UNEVEN": True} if is_in_shares(config) else how, posed))
+        found.append((combine, space_file(combine.name).config_of(arch, parts), posed))
     return found
 
 
@@ -159,23 +160,20 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
         configs += [space.config_of(spec, rows, 2) for rows in space.tiles(spec, arch)]
     found = [one for config in configs for one in kernels(problem, config, arch)]
     if any(parts_of(config) > 1 for config in configs):
-        found += combining(problem, arch, companion_most(FWD_COMBINE, plain(problem).specialization, arch, "SPLITS"))
+        found += _combining(problem, arch)
     return found
 
 
-def combining(
-    problem: Problem, arch: int, most: int, uneven: bool = False
-) -> Iterator[tuple[Variant, Config, Problem]]:
-    """What puts up to ``most`` parts together: a binary for each number of them that a program has at once. ``uneven``: of
-    equal shares."""
+def _combining(problem: Problem, arch: int) -> Iterator[tuple[Variant, Config, Problem]]:
+    """What puts any number of parts together: a binary for each number of them that a program has at once."""
     posed = plain(problem)
     combine = companion(FWD_COMBINE, posed.specialization, arch)
     space, seen = space_file(combine.name), set[tuple[int, int]]()
-    for parts in range(2, most + 1):
+    for parts in range(2, max(space.SPACE.dimensions["SPLITS"]) + 1):
         config = space.config_of(arch, parts)
         if (tile := (config["BLOCK_R"], config["BLOCK_S"])) not in seen:
             seen.add(tile)
-            yield combine, {**config, "UNEVEN": uneven}, posed
+            yield combine, config, posed
 
 
 def space_of(problem: Problem, arch: int, role: str) -> ModuleType | None:

@@ -146,7 +146,8 @@ class Problem:
     def key_blocks(self, rows: int, keys: int) -> list[int]:
         """How many blocks of so many keys each tile of so many queries of a head visits, in kernels in Gluon."""
         first, end = visits.key_blocks(self.mask, self.seqlen_q, self.seqlen_k, rows, keys)
-        return [int(count) for count in end - first]
+        counts: list[int] = (end - first).tolist()
+        return counts
 
     def key_tiles(self, block: int) -> int:
         return self.extent.tiles(self.batch, self.seqlen_k, block)

@@ -158,25 +158,6 @@ def produce_key_parts(q, k, v, smem, barriers, call, parts, form):
 
 
 @gluon.jit
-def rows_before(first, place, call):
-    """How many rows of a key head's queries, and of others, lie in front of query ``first`` of the part's query head."""
-    heads_kv = divide(call.heads_q, call.group, call.by.group)
-    # queries of this key head, and of others
-    before = (place.b * heads_kv + place.h_kv).to(gl.int64) * call.seqlen_q + first
-    return before * call.group + place.member
-
-
-@gluon.jit
-def store_stats(peak, total, own, part, inside, sums, call):
-    """Maxima and sums of P [ROWS] of a part, ``own`` rows behind the first one of all."""
-    all_rows = (call.batch * call.heads_q).to(gl.int64) * call.seqlen_q
-    r = gl.arange(0, ROWS, layout=peak.type.layout)
-    stats = sums.stats + part * all_rows + own
-    gl.store(stats + r * call.group, peak, mask=r < inside)
-    gl.store(stats + sums.parts * all_rows + r * call.group, total, mask=r < inside)
-
-
-@gluon.jit
 def store_sums(acc, peak, total, first, inside, place, sums, call, HEAD_DIM_V: gl.constexpr):
     """A group's sums of P V, its parts of columns [ROWS, columns] each, maxima and sums of P [ROWS], of the queries from
     ``first`` on, counted over all sequences, of which ``inside`` are there. Row r of a key head is query r // group of its

@@ -47,12 +47,11 @@ def _contribution(acc, total):
 
 @gluon.jit
 def sum_part(
-    turn, done, below, n_blocks, place, own, smem, barriers, qk_scale, CONSUMER: gl.constexpr, Q_GOES: gl.constexpr, form
+    turn, done, below, n_blocks, place, own, smem, barriers, qk_scale, CONSUMER: gl.constexpr, form
 ):  # fmt: skip
     """This group's rows of a program's turn-th part, which has the key blocks [below - n_blocks, below), one or more. own: the
     call, with the lengths of its sequence. Returns how many key blocks are done then, the accumulators [ROWS, columns], maxima
-    [ROWS] of scores times qk_scale, and sums of P [ROWS]. Q_GOES: where registers hold Q its memory is free at once."""
-    RELEASED: gl.constexpr = Q_GOES and form.Q_IN_REGISTERS
+    [ROWS] of scores times qk_scale, and sums of P [ROWS]."""
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_N)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
@@ -79,8 +78,6 @@ def sum_part(
     mbarrier.wait(barriers.q_ready.index(CONSUMER), turn & 1)
     if form.Q_IN_REGISTERS:
         q_tile = loaded(q_tile, gl.DotOperandLayout(0, s_layout, 2))
-    if RELEASED:
-        mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
 
     # ---- the last block, which may be ragged
     s = issue_scores(q_tile, smem, barriers, done, True, CONSUMER, form)
@@ -110,8 +107,8 @@ def sum_part(
         acc, total, peak, p = over_keys(
             acc, total, peak, p, n_clear, n_blocks, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, form.RESCALE, True
         )  # fmt: skip
-    if not RELEASED:
-        mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
+    # Not before, though registers may hold Q: one thread arrives, and other warps may still read
+    mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
 
     # ---- the last P V
     done += n_blocks

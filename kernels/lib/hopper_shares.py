@@ -3,8 +3,11 @@
 Tiles of a call lie one after the other, heads one by one, and so do their key blocks, those of a tile from the last one on, as
 the loops go. A program first takes ``rounds`` whole tiles, every n-th one of n programs, and then its share of the blocks that
 are left: a run of them that may begin and end inside a tile. So a tile that is left is in parts, one for each program whose run
-reaches into it. Each tile of a head has ``more`` blocks more than the one before it, but for the last one, which may have
-fewer; whole rounds are of calls whose tiles have the same number."""
+reaches into it.
+
+Each tile of a head has ``more`` blocks more than the one before it, but for the last one, which may have fewer; whole rounds
+are of calls whose tiles have the same number. A head's tiles lie as the last one, the first, the last but one, the second: two
+neighbours have as many blocks as any other two, so no program has a run of many short tiles."""
 
 from typing import NamedTuple
 
@@ -14,10 +17,6 @@ from triton.experimental.gluon import language as gl
 from fa2tune.kernels.lib.hopper_forward import K_EMPTY, V_EMPTY, await_last, await_room, load_q
 from fa2tune.kernels.lib.hopper_key_parts import Place
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts
-from fa2tune.search_spaces.sm90 import fwd_shares as space
-
-#: Steps of the search for a tile, less one.
-BITS = gl.constexpr(space.TILES_OF_HEAD.bit_length() - 1)
 
 
 class Blocks(NamedTuple):
@@ -31,6 +30,8 @@ class Blocks(NamedTuple):
 class Share(NamedTuple):
     """Of one program. Key blocks are counted over all tiles of the call."""
 
+    number: gl.tensor  #: the program's
+    programs: gl.tensor
     rounds: gl.tensor  #: whole tiles
     base: gl.tensor  #: first block behind whole rounds
     count: gl.tensor  #: blocks behind them, of all programs; 1, too, where there are none
@@ -38,65 +39,81 @@ class Share(NamedTuple):
     end: gl.tensor
 
 
-class Stretch(NamedTuple):
+class Tile(NamedTuple):
+    """The tile that has a key block of the call."""
+
+    row: gl.tensor  #: its first query
+    b: gl.tensor
+    h: gl.tensor
+    begin: gl.tensor  #: its first block, counted over all tiles
+    visited: gl.tensor  #: its blocks
+
+
+class KeyRun(NamedTuple):
     """Key blocks [below - count, below) of a tile, counted in its head's keys."""
 
     place: Place
     below: gl.tensor
     count: gl.tensor
-    parts: gl.tensor  #: of the tile; 1: it is whole
+    whole: gl.tensor  #: they are all of its blocks
+    slot: gl.tensor  #: where the sums go otherwise
 
 
 @gluon.jit
-def share_of(call, rounds, blocks):
-    programs = gl.num_programs(0)
-    own = gl.program_id(0)
+def share_of(number, programs, call, rounds, blocks):
     base = rounds * programs * blocks.of_first
     count = blocks.of_head * call.batch * call.heads_q - base
-    begin, end = base + own * count // programs, base + (own + 1) * count // programs
-    return Share(rounds, base, gl.maximum(count, 1), begin, end)
+    begin, end = base + number * count // programs, base + (number + 1) * count // programs
+    return Share(number, programs, rounds, base, gl.maximum(count, 1), begin, end)
 
 
 @gluon.jit
-def blocks_before(tile, blocks):
-    """Key blocks of the first ``tile`` tiles of a head."""
-    return tile * blocks.of_first + tile * (tile - 1) // 2 * blocks.more
+def tile_at(at, blocks, call, BLOCK_M: gl.constexpr):
+    """The tile that has block ``at``."""
+    tiles = gl.cdiv(call.seqlen_q, BLOCK_M)
+    head = at // blocks.of_head
+    inside = at - head * blocks.of_head
+    both = 2 * blocks.of_first + blocks.more * (tiles - 1)  # blocks of two neighbours
+    lacks = tiles * blocks.of_first + tiles * (tiles - 1) // 2 * blocks.more - blocks.of_head  # of the last tile
+    pair = (inside + lacks) // both
+    begin = gl.maximum(pair * both - lacks, 0)
+    longer = tiles - 1 - pair
+    visited = blocks.of_first + blocks.more * longer - gl.where(pair == 0, lacks, 0)
+    second = inside - begin >= visited
+    tile = gl.where(second, pair, longer)
+    begin = gl.where(second, begin + visited, begin)
+    visited = gl.where(second, blocks.of_first + blocks.more * pair, visited)
+    b = head // call.heads_q
+    return Tile(tile * BLOCK_M, b, head - b * call.heads_q, head * blocks.of_head + begin, visited)
 
 
 @gluon.jit
-def _tile_at(inside, tiles, blocks):
-    """The tile of a head that has its inside-th key block."""
-    tile = inside * 0
-    for bit in gl.static_range(BITS, -1, -1):
-        later = tile + (1 << bit)
-        tile = gl.where((later < tiles) & (blocks_before(later, blocks) <= inside), later, tile)
-    return tile
+def slot_of(number, begins):
+    """Of a program's sums: it has two tiles in parts at most, of which its run begins inside one and begins the other."""
+    return 2 * number + begins
+
+
+@gluon.jit
+def programs_of(tile, share):
+    """The programs that have the tile's first and last block, which no whole round has."""
+    begin = tile.begin - share.base
+    first = ((begin + 1) * share.programs - 1) // share.count
+    last = ((begin + tile.visited) * share.programs - 1) // share.count
+    return first, last
 
 
 @gluon.jit
 def run_of(turn, at, share, blocks, call, form):
     """This program's turn-th run of blocks. at: where the next one begins, once it has no whole tile left."""
-    tiles = gl.cdiv(call.seqlen_q, form.BLOCK_M)
-    own = gl.program_id(0)
-    whole = turn < share.rounds
-    rank = turn * gl.num_programs(0) + own
-    head = gl.where(whole, rank // tiles, at // blocks.of_head)
-    inside = at - head * blocks.of_head
-    tile = gl.where(whole, rank - head * tiles, _tile_at(inside, tiles, blocks))
-    row = tile * form.BLOCK_M
-    visited = form.BLOCKS_BELOW(row + form.BLOCK_M, call.seqlen_q, call.seqlen_k, call.window, form.BLOCK_N)
-    skipped = gl.where(whole, 0, inside - blocks_before(tile, blocks))
-    count = gl.where(whole, visited, gl.minimum(visited - skipped, share.end - at))
-    # the programs that have the tile's first and last block
-    start = at - skipped - share.base
-    first = ((start + 1) * gl.num_programs(0) - 1) // share.count
-    last = ((start + visited) * gl.num_programs(0) - 1) // share.count
-    part = gl.where(whole, 0, own - first)
-    b = head // call.heads_q
-    h = head - b * call.heads_q
-    h_kv = h // call.group
-    place = Place(0, row, b, h_kv, h - h_kv * call.group, part, b)
-    return Stretch(place, visited - skipped, count, gl.where(whole, 1, last - first + 1))
+    given = turn < share.rounds
+    at = gl.where(given, (turn * share.programs + share.number) * blocks.of_first, at)
+    tile = tile_at(at, blocks, call, form.BLOCK_M)
+    skipped = at - tile.begin
+    left = tile.visited - skipped
+    count = gl.where(given, left, gl.minimum(left, share.end - at))
+    h_kv = tile.h // call.group
+    place = Place(0, tile.row, tile.b, h_kv, tile.h - h_kv * call.group, 0, tile.b)
+    return KeyRun(place, left, count, count == tile.visited, slot_of(share.number, (skipped == 0).to(gl.int32)))
 
 
 @gluon.jit
@@ -115,7 +132,7 @@ def next_at(turn, at, run, share):
 def produce_share(q, k, v, smem, barriers, call, rounds, blocks, form):
     """One warp: Q, K and V of this program's runs, in the order in which the consumers want them. q, k, v: tuples of their
     columns' parts."""
-    share = share_of(call, rounds, blocks)
+    share = share_of(gl.program_id(0), gl.num_programs(0), call, rounds, blocks)
     done = 0  # key blocks of earlier runs
     turn = 0
     at = share.begin

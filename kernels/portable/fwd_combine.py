@@ -1,5 +1,4 @@
-"""After kernels/portable/fwd_split.py, sm90/fwd_split.py and sm90/fwd_shares.py: the output and lse out of what was summed over
-each part of the keys.
+"""After kernels/portable/fwd_split.py: the output and lse out of what was summed over each part of the keys.
 
 Bound by memory, so it has no search space."""
 
@@ -8,10 +7,9 @@ import triton.language as tl
 
 from fa2tune.kernels.lib.common import LOWEST
 from fa2tune.kernels.lib.packed_heads import QueryHeads, store_output
-from fa2tune.search_spaces.portable.fwd_combine import SPACE, WRITTEN
+from fa2tune.search_spaces.portable.fwd_combine import SPACE
 from fa2tune.spec.variant import Variant
 
-_WRITTEN = tl.constexpr(WRITTEN)
 _PARTS_ARE_WRITTEN = tl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 
 
@@ -19,23 +17,16 @@ _PARTS_ARE_WRITTEN = tl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 def fwd_combine_kernel(
     o_parts, stats, o, lse, stride_ob, stride_oh, stride_om, batch, heads_q, heads_kv, group, seqlen_q, SPLITS,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, TWO_WORDS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr, EARLY: tl.constexpr, UNEVEN: tl.constexpr,
+    BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """o_parts and stats as the kernel before writes them -> o [B, Hq, Sq, DV], lse as kernels/portable/fwd.py has it. A program
-    has BLOCK_R rows, and BLOCK_S of their parts at once. EARLY: it may have started before the parts are written. UNEVEN: of a
-    part whose sum is 0 o_parts is not written, and rows whose sums are WRITTEN have o and lse already
-    (kernels/sm90/fwd_shares.py)."""
+    has BLOCK_R rows, and BLOCK_S of their parts at once. EARLY: it may have started before the parts are written."""
     if EARLY:
         tl.inline_asm_elementwise(_PARTS_ARE_WRITTEN, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
     rows_of_head = seqlen_q * group
     all_rows = (batch * heads_q).to(tl.int64) * seqlen_q
     own = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # [R]
     inside = own < all_rows
-    if UNEVEN:  # of whole tiles most programs have nothing else
-        totals_of_first = tl.load(stats + SPLITS * all_rows + own, mask=inside, other=_WRITTEN)
-        inside = inside & (totals_of_first != _WRITTEN)
-        if tl.sum(inside.to(tl.int32), 0) == 0:
-            return
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_DV)
     acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
@@ -47,11 +38,9 @@ def fwd_combine_kernel(
         mask = there[:, :, None]
         if HEAD_DIM_V != BLOCK_DV:
             mask = mask & (d < HEAD_DIM_V)[None, None, :]
+        part = tl.load(o_parts + (places[:, :, None] * HEAD_DIM_V + d[None, None, :]), mask=mask, other=0.0)
         peaks = tl.load(stats + places, mask=there, other=LOWEST)
         totals = tl.load(stats + SPLITS * all_rows + places, mask=there, other=0.0)
-        if UNEVEN:
-            mask = mask & (totals != 0.0)[:, :, None]
-        part = tl.load(o_parts + (places[:, :, None] * HEAD_DIM_V + d[None, None, :]), mask=mask, other=0.0)
         new_peak = tl.maximum(peak, tl.max(peaks, 1))
         weight = tl.math.exp2(peaks - new_peak[:, None])  # [R, S]
         shrink = tl.math.exp2(peak - new_peak)

@@ -4,15 +4,13 @@ not fill the multiprocessors evenly.
 By whole tiles such a call takes as long as the multiprocessor with the most of them: 304 tiles on 132 take three rounds, of
 which the last has 40, and of 112 tiles under a causal mask the longest has twice as many keys as the mean. Here each program
 takes the same number of key blocks (kernels/lib/hopper_shares.py). Whole tiles leave as O and lse; sums of the others' parts go
-to memory, and kernels/portable/fwd_combine.py puts them together. Groups, rings and products are those of
-kernels/sm90/fwd_split.py.
+to memory, and fwd_join.py puts them together. Groups, rings and products are those of fwd_split.py.
 
 Matrix products are shared out so by Osama et al., Stream-K, PPoPP 2023 (whole rounds first: section 5.2)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.common import LOWEST
 from fa2tune.kernels.lib.hopper import fence_async_shared
 from fa2tune.kernels.lib.hopper_forward import (
     ROWS,
@@ -26,29 +24,21 @@ from fa2tune.kernels.lib.hopper_forward import (
     slots,
     where_seen,
 )
-from fa2tune.kernels.lib.hopper_key_parts import (
-    PartDivisors,
-    Sums,
-    rows_before,
-    store_parts_of_rows,
-    store_stats,
-    store_sums,
-)
+from fa2tune.kernels.lib.hopper_key_parts import PartDivisors, store_parts_of_rows
 from fa2tune.kernels.lib.hopper_part_sums import contributions, sum_part
 from fa2tune.kernels.lib.hopper_parts import descriptors_of, shared_for
 from fa2tune.kernels.lib.hopper_shares import Blocks, goes_on, next_at, produce_share, run_of, share_of
 from fa2tune.search_spaces.lib.hopper import part_dims, used_by, used_columns
 from fa2tune.search_spaces.lib.hopper_key_parts import HELD
-from fa2tune.search_spaces.portable import fwd_combine
 from fa2tune.search_spaces.sm90 import fwd
 from fa2tune.search_spaces.sm90 import fwd_shares as space
 from fa2tune.spec.problem import Config, Problem
-from fa2tune.spec.variant import Variant
+from fa2tune.spec.variant import Variant, Workspaces
 
 PRODUCER_REGISTERS = gl.constexpr(fwd.PRODUCER_REGISTERS)
+TILE_ROWS = gl.constexpr(space.TILE_ROWS)
 GROUPS = gl.constexpr(space.TILE_ROWS // ROWS.value)
 LN2 = gl.constexpr(0.6931471805599453)
-WRITTEN = gl.constexpr(fwd_combine.WRITTEN)
 _START_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
@@ -71,13 +61,14 @@ def _store_whole(acc, peak, total, first, inside, place, out, call, HEAD_DIM_V: 
 
 
 @gluon.jit
-def _mark_parts(total, own, begin, inside, like, sums, call):
-    """Stores the sum ``total`` and the lowest maximum there is for a group's rows in the parts from ``begin`` on, laid out
-    as ``like``."""
-    peaks = gl.full([ROWS], LOWEST, gl.float32, like.type.layout)
-    totals = gl.full([ROWS], total, gl.float32, like.type.layout)
-    for part in range(begin, sums.parts):
-        store_stats(peaks, totals, own, part, inside, sums, call)
+def _store_part(acc, peak, total, slot, sums, CONSUMER: gl.constexpr, HEAD_DIM_V: gl.constexpr):
+    """A group's sums of a tile that is not whole, of all its rows: P V [ROWS, columns], maxima and sums of P [ROWS]."""
+    o_parts, stats = sums
+    stats += slot * (2 * TILE_ROWS) + CONSUMER * ROWS + gl.arange(0, ROWS, layout=peak.type.layout)
+    gl.store(stats, peak)
+    gl.store(stats + TILE_ROWS, total)
+    o_parts += (slot * TILE_ROWS + CONSUMER * ROWS).to(gl.int64) * HEAD_DIM_V
+    store_parts_of_rows(acc, o_parts, HEAD_DIM_V, ROWS, HEAD_DIM_V)
 
 
 @gluon.jit
@@ -87,7 +78,7 @@ def _consume(
     """One consumer group: rows [CONSUMER * ROWS, (CONSUMER + 1) * ROWS) of every tile."""
     if form.PINGPONG and CONSUMER == form.GROUPS - 1:
         signal_next_turn(CONSUMER, form.GROUPS)  # the first turn is group 0's
-    share = share_of(call, rounds, blocks)
+    share = share_of(gl.program_id(0), gl.num_programs(0), call, rounds, blocks)
     done = 0  # key blocks of earlier runs
     turn = 0
     at = share.begin
@@ -95,23 +86,13 @@ def _consume(
         run = run_of(turn, at, share, blocks, call, form)
         place = run.place
         done, acc, peak, total = sum_part(
-            turn, done, run.below, run.count, place, call, smem, barriers, qk_scale, CONSUMER, True, form
+            turn, done, run.below, run.count, place, call, smem, barriers, qk_scale, CONSUMER, form
         )
         first = place.row + CONSUMER * ROWS
-        inside = call.seqlen_q - first
-        own = rows_before(first, place, call)
-        if run.parts == 1:
-            _store_whole(acc, peak, total, first, inside, place, out, call, HEAD_DIM_V, form)
-            _mark_parts(WRITTEN, own, 0, inside, peak, sums, call)
+        if run.whole:
+            _store_whole(acc, peak, total, first, call.seqlen_q - first, place, out, call, HEAD_DIM_V, form)
         else:
-            kept = contributions(acc, total)
-            if form.RIGHT_BOUNDED:
-                rows = first + gl.arange(0, ROWS, layout=total.type.layout)
-                sees_a_key = form.SEES_A_KEY(rows, call.seqlen_k - call.seqlen_q, call.seqlen_k, call.window)
-                total = gl.where(sees_a_key, total, -1.0)
-            store_sums(kept, peak, total, first, inside, place, sums, call, HEAD_DIM_V)
-            if place.part == 0:
-                _mark_parts(0.0, own, run.parts, inside, peak, sums, call)
+            _store_part(contributions(acc, total), peak, total, run.slot, sums, CONSUMER, HEAD_DIM_V)
         at = next_at(turn, at, run, share)
         turn += 1
     if form.PINGPONG and CONSUMER == 0:
@@ -121,7 +102,7 @@ def _consume(
 @gluon.jit
 def fwd_hopper_shares_kernel(
     q, k, v, o, lse, o_parts, stats, qk_scale, stride_ob, stride_oh, stride_om, batch, heads_q, group, seqlen_q, seqlen_k,
-    SPLITS, ROUNDS, blocks_of_head, blocks_of_first, blocks_more, window_left, window_right, score_first, score_second,
+    ROUNDS, blocks_of_head, blocks_of_first, blocks_more, window_left, window_right, score_first, score_second,
     q_rest, k_rest, v_rest,
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
@@ -132,8 +113,8 @@ def fwd_hopper_shares_kernel(
     USED_D: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV] and lse [B, Hq, Sq] of whole tiles; of
-    others o_parts and stats as kernels/portable/fwd_split.py has them IN_PARTS, of SPLITS parts at most. A part that there is
-    not has the sum 0 in stats, and all parts of a whole tile WRITTEN; their o_parts are not written.
+    others o_parts [programs, 2, BLOCK_M, DV], the sums of P V, and stats [programs, 2, 2, BLOCK_M], maxima of scores times
+    qk_scale and sums of P, all float32. A program's second slot is of the tile that it begins, the first of another.
 
     q, k, v: descriptors as kernels/sm90/fwd.py has them, and qk_scale and Sk, too. No mask that is bounded on the left.
     blocks_of_head, ..., blocks_more: ``Blocks``. EARLY: the next kernel may start when all programs of this one have."""
@@ -150,7 +131,7 @@ def fwd_hopper_shares_kernel(
         k_empty, v_empty = slots(STAGES, GROUPS), slots(STAGES, GROUPS)
     fence_async_shared()
     out = (o, lse, stride_ob, stride_oh, stride_om)
-    sums = Sums(o_parts, stats, SPLITS)
+    sums = (o_parts, stats)
     smem = Shared(q_smem, k_smem, v_smem, ())
     barriers = Barriers(q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
     by = PartDivisors((), (), (), ())
@@ -175,9 +156,14 @@ def fwd_hopper_shares_kernel(
 
 
 def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
-    return dict(
-        zip(("blocks_of_head", "blocks_of_first", "blocks_more"), space.progression(problem, config), strict=True)
-    )
+    return space.scalars(problem, config)
+
+
+def _workspaces(problem: Problem, config: Config) -> Workspaces:
+    slots = config["SHARES"], 2
+    return {
+        "o_parts": ((*slots, space.TILE_ROWS, problem.head_dim_v), "fp32"), "stats": ((*slots, 2, space.TILE_ROWS), "fp32"),
+    }  # fmt: skip
 
 
 VARIANT = Variant(
@@ -199,4 +185,9 @@ VARIANT = Variant(
     min_arch=90,
     max_arch=90,
     scalars=_scalars,
+    after=("sm90/fwd_join",),
+    passes_on=lambda _spec, config: {
+        name: config[name] for name in ("BLOCK_M", "BLOCK_N", "SHARES", "ROUNDS", "EARLY")
+    },
+    workspaces=_workspaces,
 )  # fmt: skip

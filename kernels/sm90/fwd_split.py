@@ -52,7 +52,7 @@ def _one_part(
     blocks are done then."""
     below, n_blocks, used = blocks_of(place, own, sums.parts, form)
     done, acc, peak, row_total = sum_part(
-        turn, done, below, n_blocks, place, own, smem, barriers, qk_scale, CONSUMER, False, form
+        turn, done, below, n_blocks, place, own, smem, barriers, qk_scale, CONSUMER, form
     )
     row_total = gl.where(used, row_total, 0.0)
     peak = gl.where(used, peak, LOWEST)

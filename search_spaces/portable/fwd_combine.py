@@ -9,16 +9,13 @@ AT_ONCE = (4, 8, 16, 32)
 PARTS = 32
 #: Parts that there are at most.
 MOST_SPLITS = 256
-#: With UNEVEN: stands in place of a row's sums of P where o and lse are written already. Other sums are 0 or more, or -1: the
-#: row sees no key.
-WRITTEN = -2.0
 
 
 def config_of(arch: int, splits: int) -> Config:
     at_once = next((parts for parts in AT_ONCE if splits <= parts), AT_ONCE[-1])
     return {
-        "BLOCK_R": PARTS // at_once, "BLOCK_S": at_once, "EARLY": arch >= 90, "UNEVEN": False, "SPLITS": splits,
-        "num_warps": 4, "num_stages": 1, "maxnreg": 0,
+        "BLOCK_R": PARTS // at_once, "BLOCK_S": at_once, "EARLY": arch >= 90, "SPLITS": splits, "num_warps": 4,
+        "num_stages": 1, "maxnreg": 0,
     }  # fmt: skip
 
 
@@ -32,7 +29,6 @@ SPACE = SearchSpace(
         "BLOCK_R": tuple(PARTS // parts for parts in AT_ONCE),
         "BLOCK_S": AT_ONCE,
         "EARLY": (False, True),  # starts before the parts are written, and waits for them
-        "UNEVEN": (False, True),  # rows may have fewer parts than SPLITS, or none
         "SPLITS": tuple(range(2, MOST_SPLITS + 1)),
         "num_warps": (4,),
         "num_stages": (1,),

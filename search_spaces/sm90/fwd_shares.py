@@ -2,17 +2,14 @@
 nothing is searched."""
 
 from functools import lru_cache
-from itertools import pairwise
 
 from fa2tune.search_spaces.lib.hopper_key_parts import tile, tiles
+from fa2tune.search_spaces.lib.hopper_shares import BOTH, MOST_SHARES, TILE_ROWS
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import SearchSpace
 
-TILE_ROWS = 128
-#: Tiles of a head that there are at most, and key blocks of all tiles, times programs: a product of 32 bits.
-TILES_OF_HEAD, BLOCKS_TIMES_PROGRAMS = 1024, 2**31 - 1
-#: Parts of a tile, programs, and whole tiles of a program, at most.
-MOST_SPLITS, MOST_SHARES, MOST_ROUNDS = 16, 256, 8
+#: Key blocks of all tiles, times programs: a product of 32 bits.
+BLOCKS_TIMES_PROGRAMS = 2**31 - 1
 
 
 def fits(spec: Specialization, arch: int) -> bool:
@@ -21,19 +18,19 @@ def fits(spec: Specialization, arch: int) -> bool:
     return not (spec.ragged or spec.scored or spec.mask_hooks.left) and TILE_ROWS in tiles(spec, arch)
 
 
-def config_of(spec: Specialization, shares: int, rounds: int, splits: int) -> Config:
-    """``shares``: programs; ``rounds``: whole tiles of each; ``splits``: parts that a tile has at most, 2 or more."""
+def config_of(spec: Specialization, shares: int, rounds: int) -> Config:
+    """``shares``: programs; ``rounds``: whole tiles of each."""
     found = tile(spec, TILE_ROWS)
     assert found is not None  # where it fits
-    return {**found, "EARLY": True, "SPLITS": splits, "SHARES": shares, "ROUNDS": rounds}
+    return {**found, "EARLY": True, "SHARES": shares, "ROUNDS": rounds}
 
 
 @lru_cache(maxsize=1024)
 def _progression(problem: Problem, rows: int, keys: int) -> tuple[int, int, int] | None:
     blocks = problem.key_blocks(rows, keys)
     more = blocks[1] - blocks[0] if len(blocks) > 1 else 0
-    even = more >= 0 and all(later - before == more for before, later in pairwise(blocks[:-1]))
-    if not even or not 0 < blocks[-1] <= blocks[0] + more * (len(blocks) - 1):
+    even = [blocks[0] + more * tile for tile in range(len(blocks) - 1)]
+    if more < 0 or blocks[:-1] != even or not 0 < blocks[-1] <= blocks[0] + more * (len(blocks) - 1):
         return None
     return sum(blocks), blocks[0], more
 
@@ -46,18 +43,15 @@ def progression(problem: Problem, config: Config) -> tuple[int, int, int]:
     return found
 
 
+def scalars(problem: Problem, config: Config) -> dict[str, int]:
+    """By parameter."""
+    return dict(zip(("blocks_of_head", "blocks_of_first", "blocks_more"), progression(problem, config), strict=True))
+
+
 def left_over(problem: Problem, config: Config) -> int:
     """Key blocks of all tiles behind whole rounds."""
     of_head, of_first, _more = progression(problem, config)
     return of_head * problem.batch * problem.heads_q - config["ROUNDS"] * config["SHARES"] * of_first
-
-
-def parts_of_longest(problem: Problem, config: Config) -> int:
-    """Parts that a tile may have: programs whose runs reach into it."""
-    _of_head, of_first, more = progression(problem, config)
-    tiles_of_head = problem.query_tiles(config["BLOCK_M"]) // problem.batch
-    longest, left = of_first + more * (tiles_of_head - 1), left_over(problem, config)
-    return max(2, 1 - (1 - longest) * config["SHARES"] // left) if left > 0 else 2
 
 
 def refused(problem: Problem, config: Config) -> str:
@@ -68,42 +62,35 @@ def refused(problem: Problem, config: Config) -> str:
         return f"mask: got {problem.mask} of {lengths}, whose tiles must see evenly more keys for equal shares"
     of_head, of_first, _more = found
     tiles_of_head, heads = problem.query_tiles(config["BLOCK_M"]) // problem.batch, problem.batch * problem.heads_q
-    for name in ("SHARES", "ROUNDS", "SPLITS"):
+    left = of_head * heads - rounds * shares * of_first
+    for name in ("SHARES", "ROUNDS"):
         allowed = SPACE.dimensions[name]
         if config[name] not in allowed:
             return f"{name}: got {config[name]}, must be {min(allowed)} to {max(allowed)}"
     if rounds and of_head != of_first * tiles_of_head:
         return f"ROUNDS: got {rounds} of tiles that do not see as many keys each, must be 0"
-    if (left := left_over(problem, config)) < 0:
+    if left < 0:
         return f"ROUNDS: got {rounds} of {shares} tiles, must be no more tiles than there are"
     if 0 < left < shares:  # a program without a block would count as a part of a tile
         return f"SHARES: got {shares} for {left} key blocks, must be no more"
-    if tiles_of_head > TILES_OF_HEAD or of_head * heads * shares > BLOCKS_TIMES_PROGRAMS:
-        most = f"{TILES_OF_HEAD} and {BLOCKS_TIMES_PROGRAMS // shares}"
-        return f"config: got {tiles_of_head} tiles of a head and {of_head * heads} key blocks, must be at most {most}"
-    if (parts := config["SPLITS"]) < (needed := parts_of_longest(problem, config)):
-        return f"SPLITS: got {parts} for {left} key blocks left to {shares} programs, must be {needed} or more"
+    if of_head * heads * shares > BLOCKS_TIMES_PROGRAMS:
+        return f"config: got {of_head * heads} key blocks, must be at most {BLOCKS_TIMES_PROGRAMS // shares}"
     return ""
 
 
 def default(spec: Specialization, arch: int) -> Config:
-    return {**config_of(spec, MOST_SHARES, 0, MOST_SPLITS), "EARLY": False}
+    return {**config_of(spec, MOST_SHARES, 0), "EARLY": False}
 
 
 SPACE = SearchSpace(
     name="fwd_hopper_shares",
     dimensions={
-        "BLOCK_M": (TILE_ROWS,),
-        "BLOCK_N": (64, 128),
+        **BOTH,
         "STAGES": (2, 3),
         "PINGPONG": (False, True),
         "Q_IN_REGISTERS": (False, True),
         "NUMBERED": (False, True),
         "IN_PARTS": (False, True),  # head dims are computed as sums of two powers of two
-        "EARLY": (False, True),  # the kernel that puts parts together may start before this one has ended
-        "SPLITS": tuple(range(2, MOST_SPLITS + 1)),
-        "SHARES": tuple(range(1, MOST_SHARES + 1)),
-        "ROUNDS": tuple(range(MOST_ROUNDS + 1)),
         "num_warps": (4,),
         "maxnreg": (0,),
     },

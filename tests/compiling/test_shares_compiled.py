@@ -3,6 +3,7 @@ its loops, read off its machine code. What it computes: tests/launching/test_sha
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from fa2tune.search_spaces.sm90 import fwd_shares, fwd_split
 from fa2tune.spec.problem import Config, Specialization
 
 SHARES, SPLIT = registry.variant_named("sm90/fwd_shares"), registry.variant_named("sm90/fwd_split")
-COMBINE = registry.variant_named("portable/fwd_combine")
+JOIN = registry.variant_named("sm90/fwd_join")
 #: Of issued instructions in a loop over keys, over those of the kernel that splits keys evenly; and words spilled outside.
 MORE_ISSUED, MORE_SPILLED = 1.04, 24
 
@@ -39,7 +40,7 @@ class Case(NamedTuple):
 
     @property
     def config(self) -> Config:
-        return fwd_shares.config_of(self.spec, 132, 0, 3)
+        return fwd_shares.config_of(self.spec, 132, 0)
 
     @property
     def asked(self) -> Asked:
@@ -102,14 +103,26 @@ def test_the_next_kernel_is_let_start_only_if_asked(early: bool) -> None:
 
 def test_shares_and_rounds_are_launch_arguments() -> None:
     case = CASES[0]
-    other = {**case.config, "SHARES": 114, "ROUNDS": 2, "SPLITS": 5}
+    other = {**case.config, "SHARES": 114, "ROUNDS": 2}
     assert compiler.binary_config(SHARES, other) == compiler.binary_config(SHARES, case.config)
 
 
-@pytest.mark.parametrize("parts", [4, 8, 16])
-def test_parts_that_differ_in_number_are_put_together(parts: int) -> None:
-    space = registry.space_file(COMBINE.name)
-    spec = Specialization("bf16", 192, 192, "full")
-    config = {**space.config_of(90, parts), "UNEVEN": True}
-    found = compiler.compile_kernel(COMBINE, spec, compiler.binary_config(COMBINE, config), 90)
-    assert found.metadata.num_warps == config["num_warps"] and "setp.neu.f32" in found.asm["ptx"]
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parts_are_loaded_four_words_at_a_time_and_nothing_spills(case: Case) -> None:
+    _before, after = compiler.around(SHARES, case.spec, case.config, 90)
+    ((join, config),) = after
+    assert join is JOIN and {name: config[name] for name in ("BLOCK_N", "SHARES", "ROUNDS", "EARLY")} == {
+        name: case.config[name] for name in ("BLOCK_N", "SHARES", "ROUNDS", "EARLY")
+    }
+    found = compiler.compile_kernel(JOIN, case.spec, compiler.binary_config(JOIN, config), 90)
+    assert found.asm["ptx"].count("ld.global.v4") >= 3 and "griddepcontrol.wait" in found.asm["ptx"]
+    other = {**config, "SHARES": 7, "ROUNDS": 3, "BLOCK_N": 64}
+    assert compiler.binary_config(JOIN, other) == compiler.binary_config(JOIN, config)
+    assert built_stack(found.asm["cubin"]) == 0
+
+
+def built_stack(cubin: bytes) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return compiler.resources(file.name)[1]

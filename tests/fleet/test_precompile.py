@@ -773,8 +773,8 @@ def test_the_machine_code_of_rows_is_filed_once(
     filed, failures = precompile.file_rows(rows, path)
     assert filed == len(File(path).entries) == len(fake_builds) and not failures
     kernels = {str(entry.about["kernel"]) for entry in File(path).entries.values()}
-    of_few = {"fwd_split", "sm90/fwd_split", "fwd_combine", "sm90/fwd_grouped", "sm90/fwd_one_tile"}
-    assert kernels == {"fwd", *of_few}, "with those of calls of few queries"
+    of_few = {"fwd_split", "sm90/fwd_split", "fwd_combine", "sm90/fwd_grouped", "sm90/fwd_one_tile", "sm90/fwd_shares"}
+    assert kernels == {"fwd", *of_few, "sm90/fwd_join"}, "with those of calls of few queries or tiles"
     monkeypatch.setenv("FA2TUNE_KERNELS", str(path))
     here = replace(measured_code.toolchain(driver=""), triton="9.9")
     assert not any(here.stale(row) for row in rows if row.key.kernel == "fwd")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from hopper_cases import VIEWS, as_they_are
+from public_calls import check_public_call
 
-import fa2tune
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.sm90 import fwd_80_keys
@@ -59,21 +59,4 @@ def test_strides_and_scales(dims):
 
 
 def test_a_public_call_with_gradients_and_a_graph():
-    q, k, v = (torch.randn(2, 8, 4096, 232, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    kernels = fa2tune.explain(q, k, v).kernels
-    assert "sm90/fwd_80_keys" in next(one for one in kernels if one.kernel == "fwd").runs
-    fa2tune.attention(q, k, v).sum().backward()
-    grads = [one.grad.clone() for one in (q, k, v)]
-    want = [one.detach().float().requires_grad_() for one in (q, k, v)]
-    torch.nn.functional.scaled_dot_product_attention(*want).sum().backward()
-    for found, one in zip(grads, want, strict=True):
-        assert (found - one.grad).abs().max() <= 0.02 * max(1.0, one.grad.abs().max().item())
-    with torch.no_grad():
-        eager = fa2tune.attention(q, k, v)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = fa2tune.attention(q, k, v)
-        captured.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-    assert torch.equal(captured, eager)
+    check_public_call((2, 8, 4096, 232), "sm90/fwd_80_keys")

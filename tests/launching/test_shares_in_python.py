@@ -15,7 +15,6 @@ from test_computed_in_python import SCALE, Call, compare, inputs, unset, wanted
 
 from fa2tune.kernels.lib import hopper_shares
 from fa2tune.launching import key_splits, passes
-from fa2tune.search_spaces.portable.fwd_combine import WRITTEN
 from fa2tune.search_spaces.sm90 import fwd_shares
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Config, Problem
@@ -33,13 +32,11 @@ class SharesGpu(InPlaceGpu):
     def forward(self, call: Call, given: dict[str, torch.Tensor], settings: Config, scale: float = SCALE) -> Any:
         """(o, lse, o_parts, stats); ``settings``: SHARES and ROUNDS, and others of a config."""
         problem = posed(call, given, scale)
-        config = with_parts(problem, settings)
+        config = completed(problem, settings)
         tensors = {**given, "o": unset(given["q"], call.dims[1]), "lse": torch.full(given["q"].shape[:3], torch.nan)}
         tensors = {name: tensors[name] for name in ("q", "k", "v", "o", "lse")}
         plan = type("Plan", (), {})()
         plan.chain, _ = key_splits.bound(problem, tensors, scale, config, 0)
-        made = key_splits.sums(problem, config["SPLITS"])
-        self.placed.append(dict(zip(("o_parts", "stats"), made, strict=True)))
         addresses = [self.place_values(name, tensor) for name, tensor in tensors.items()]
         block = self.place_workspaces()
         self.run(plan, [*addresses, block])
@@ -54,9 +51,8 @@ def posed(call: Call, given: dict[str, torch.Tensor], scale: float = SCALE) -> P
     return passes.describe(given["q"], given["k"], given["v"], call.mask, scale)
 
 
-def with_parts(problem: Problem, settings: Config) -> Config:
-    config = fwd_shares.config_of(problem.specialization, settings["SHARES"], settings.get("ROUNDS", 0), 2) | settings
-    config["SPLITS"] = fwd_shares.parts_of_longest(problem, config)
+def completed(problem: Problem, settings: Config) -> Config:
+    config = fwd_shares.config_of(problem.specialization, settings["SHARES"], settings.get("ROUNDS", 0)) | settings
     assert all(config[name] in values for name, values in fwd_shares.SPACE.dimensions.items())
     return config
 
@@ -94,25 +90,24 @@ CALLS = [
 @pytest.mark.parametrize(("call", "settings"), CALLS, ids=str)
 def test_equal_shares(gpu: SharesGpu, call: Call, settings: Config) -> None:
     given = inputs(call, 0)
-    o, lse, _, stats = gpu.forward(call, given, settings)
+    o, lse, *_ = gpu.forward(call, given, settings)
     compare({"o": o, "lse": lse}, wanted(call, given))
-    assert not np.isnan(stats).any(), "every word of stats is written"
 
 
-def test_a_tile_is_whole_or_in_parts(gpu: SharesGpu) -> None:
-    """2 x 5 tiles under the causal mask have 68 blocks: of five programs' runs some hold whole tiles."""
+def test_sums_of_parts_alone_go_to_memory(gpu: SharesGpu) -> None:
+    """2 x 5 tiles under the causal mask have 60 blocks, 12 a program: the first and the last program have one tile in parts."""
     call = Call(((630, 640),), (2, 2), (64, 64), CAUSAL)
     given = inputs(call, 0)
-    *_, stats = gpu.forward(call, given, {"SHARES": 5, **BLOCK})
-    totals = stats[1]  # [parts, rows]
-    whole = (totals == WRITTEN).all(0)
-    assert ((totals == WRITTEN).any(0) == whole).all()
-    assert whole.any() and ((totals > 0).sum(0)[~whole] >= 2).all()
+    *_, o_parts, stats = gpu.forward(call, given, {"SHARES": 5, **BLOCK})
+    used = ~np.isnan(stats).all((2, 3))  # [programs, 2]: the tile that it ends, the one that it begins
+    assert (np.isnan(stats).any((2, 3)) == ~used).all() and (np.isnan(o_parts).any((2, 3)) == ~used).all()
+    assert used[1:, 0].tolist() == used[:-1, 1].tolist() and not used[0, 0] and not used[-1, 1]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_runs_hold_each_key_block_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """The search and the places of parts, by plain arithmetic: of tiles of up to 1024 a head, and of products near 32 bits."""
+    """Where tiles lie and which programs have them, by plain arithmetic: of tiles of up to 1024 a head, and of products near 32
+    bits."""
     drawn = np.random.default_rng(seed)
     of = {name: kernels_in_python.in_python(getattr(hopper_shares, name)) for name in FUNCTIONS}
     for _ in range(20):
@@ -129,7 +124,7 @@ def test_runs_hold_each_key_block_once(monkeypatch: pytest.MonkeyPatch, seed: in
         check_runs(monkeypatch, of, visited, heads, programs, rounds, more)
 
 
-FUNCTIONS = ("share_of", "run_of", "goes_on", "next_at")
+FUNCTIONS = ("share_of", "run_of", "goes_on", "next_at", "tile_at", "programs_of")
 
 
 def check_runs(
@@ -137,19 +132,14 @@ def check_runs(
 ) -> None:  # fmt: skip
     """``visited``: blocks of each tile of a head."""
     rows = 128
-    below = lambda end, *_: visited[min(int(end) // rows, len(visited)) - 1]  # noqa: E731
-    form = SimpleNamespace(BLOCK_M=rows, BLOCK_N=64, BLOCKS_BELOW=below)
-    call = SimpleNamespace(
-        batch=1, heads_q=heads, group=1, seqlen_q=len(visited) * rows, seqlen_k=64 * visited[-1], window=(0, 0)
-    )
+    form = SimpleNamespace(BLOCK_M=rows)
+    call = SimpleNamespace(batch=1, heads_q=heads, group=1, seqlen_q=len(visited) * rows)
     blocks = hopper_shares.Blocks(sum(visited), visited[0], more)
     seen = [[np.zeros(count, int) for count in visited] for _ in range(heads)]
     parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    shares = []
+    shares, runs = [], []
     for number in range(programs):
-        here = SimpleNamespace(number=number, programs=programs)
-        monkeypatch.setattr(kernels_in_python._HERE, "program", here, raising=False)
-        share = of["share_of"](call, rounds, blocks)
+        share = of["share_of"](number, programs, call, rounds, blocks)
         turn, at = 0, share.begin
         while of["goes_on"](turn, at, share):
             run = of["run_of"](turn, at, share, blocks, call, form)
@@ -157,13 +147,22 @@ def check_runs(
                 int(one) for one in (run.place.h_kv, run.place.row // rows, run.below, run.count)
             )
             seen[head][tile][below - count : below] += 1
-            parts.setdefault((head, tile), []).append((int(run.place.part), int(run.parts)))
+            assert run.whole == (count == visited[tile])
+            if not run.whole:
+                found = of["programs_of"](of["tile_at"](at, blocks, call, rows), share)
+                parts.setdefault((head, tile), []).append((number, int(run.slot), *(int(one) for one in found)))
             at = of["next_at"](turn, at, run, share)
             turn += 1
         shares.append(int(share.end - share.begin))
+        runs.append(turn)
     assert all((one == 1).all() for head in seen for one in head)
-    assert all(sorted(part for part, _ in found) == [*range(found[0][1])] for found in parts.values())
+    for found in parts.values():  # the first has its second slot, others the first
+        numbers = [number for number, *_ in found]
+        first, last = numbers[0], numbers[-1]
+        assert found == [(number, 2 * number + (number == first), first, last) for number in range(first, last + 1)]
     assert max(shares) - min(shares) <= 1
+    if heads * len(visited) >= 8 * programs and len(visited) > 1:  # two neighbours have as many blocks as any other two
+        assert max(runs) - min(runs) <= 4
 
 
 def test_a_negative_scale(gpu: SharesGpu) -> None:
@@ -195,13 +194,12 @@ def test_an_infinite_value_that_no_row_of_a_part_sees_spoils_none(gpu: SharesGpu
 
 
 REFUSED = [
-    (Call(((500, 200),), (1, 1), (64, 64), CAUSAL), {"SHARES": 2, "SPLITS": 9}, "evenly more keys"),
-    (Call(((300, 300),), (1, 1), (64, 64), CAUSAL), {"SHARES": 2, "SPLITS": 9, "ROUNDS": 1}, "ROUNDS: got 1 of tiles"),
-    (Call(((300, 300),), (1, 1), (64, 64), FULL), {"SHARES": 2, "SPLITS": 9, "ROUNDS": 2}, "no more tiles than there"),
-    (Call(((300, 900),), (1, 1), (64, 64), FULL), {"SHARES": 9, "SPLITS": 2}, "SPLITS: got 2 for"),
-    (Call(((70, 200),), (1, 1), (64, 64), FULL), {"SHARES": 9, "SPLITS": 9}, "SHARES: got 9 for"),
-    (Call(((70, 200),), (1, 1), (64, 64), FULL), {"SHARES": 0, "SPLITS": 9}, "SHARES: got 0, must be 1 to 256"),
-    (Call(((70, 200),), (1, 1), (64, 64), FULL), {"ROUNDS": 9, "SPLITS": 9}, "ROUNDS: got 9, must be 0 to 8"),
+    (Call(((500, 200),), (1, 1), (64, 64), CAUSAL), {"SHARES": 2}, "evenly more keys"),
+    (Call(((300, 300),), (1, 1), (64, 64), CAUSAL), {"SHARES": 2, "ROUNDS": 1}, "ROUNDS: got 1 of tiles"),
+    (Call(((300, 300),), (1, 1), (64, 64), FULL), {"SHARES": 2, "ROUNDS": 2}, "no more tiles than there"),
+    (Call(((70, 200),), (1, 1), (64, 64), FULL), {"SHARES": 9}, "SHARES: got 9 for"),
+    (Call(((70, 200),), (1, 1), (64, 64), FULL), {"SHARES": 0}, "SHARES: got 0, must be 1 to 256"),
+    (Call(((70, 200),), (1, 1), (64, 64), FULL), {"ROUNDS": 9}, "ROUNDS: got 9, must be 0 to 8"),
 ]
 
 
@@ -209,7 +207,7 @@ REFUSED = [
 def test_what_it_does_not_compute_is_refused(gpu: SharesGpu, call: Call, settings: Config, why: str) -> None:
     given = inputs(call, 0)
     problem = posed(call, given)
-    config = fwd_shares.config_of(problem.specialization, 2, 0, 2) | settings
+    config = fwd_shares.config_of(problem.specialization, 2, 0) | settings
     with pytest.raises(ValueError, match=why):
         key_splits.forward(given["q"], given["k"], given["v"], problem, SCALE, config)
 
@@ -225,7 +223,7 @@ def test_other_masks_are_not_computed(mask: Mask) -> None:
     ("name", "instead"),
     [
         ("next_at", lambda turn, at, run, share: at + run.count + 1),  # a key block is left out
-        ("_mark_parts", lambda *_: None),
+        ("slot_of", lambda number, begins: 2 * number),
         ("contributions", lambda acc, total: tuple(one * 2.0 for one in acc)),
     ],
 )
@@ -236,6 +234,5 @@ def test_a_fault_is_found(gpu: SharesGpu, monkeypatch: pytest.MonkeyPatch, name:
     monkeypatch.setattr(kernels_in_python, "PATIENCE", 2)
     given = inputs(call, 0)
     with pytest.raises(AssertionError, match=r"'o'|'lse'|deadlock|barrier|written|outside"):
-        o, lse, _, stats = gpu.forward(call, given, {"SHARES": 5, **BLOCK})
+        o, lse, *_ = gpu.forward(call, given, {"SHARES": 5, **BLOCK})
         compare({"o": o, "lse": lse}, wanted(call, given))
-        assert not np.isnan(stats).any(), "every word of stats is written"

@@ -164,9 +164,11 @@ def covers(problem: Problem) -> bool:
 
 def sector_cost(problem: Problem, config: Config, costs: Mapping[int, Mapping[int, float]] = SECTOR_COSTS) -> float:
     """How many times as long key blocks take for rows that begin inside a sector."""
-    known = costs[config["BLOCK_M"]]
-    dims = {dim for dim in (problem.head_dim, problem.head_dim_v) if dim % SECTOR}
-    return max((known.get(dim, known[0]) for dim in dims), default=1.0)
+    known, most = costs[config["BLOCK_M"]], 0.0
+    for dim in (problem.head_dim, problem.head_dim_v):
+        if dim % SECTOR:
+            most = max(most, known.get(dim, known[0]))
+    return most or 1.0
 
 
 def _at(values: Sequence[float], columns: float, between: int = 128) -> float:

@@ -1,5 +1,5 @@
 """What runs in place of the tuned forward of a dense call: keys split among programs, tiles of several query heads, tiles with
-all keys of a key head, or blocks of 80 keys. Arithmetic on the host, no GPU.
+all keys of a key head, blocks of 80 keys, or equal shares of all key blocks. Arithmetic on the host, no GPU.
 
 Each is estimated by its own file, beside what serves otherwise: that is the tuned kernel, then whichever of the others was
 taken before."""
@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fa2tune.calling.schedules import few_keys_schedule, grouped_schedule, key_splits_schedule, longer_blocks_schedule
+from fa2tune.calling.schedules import (
+    few_keys_schedule,
+    few_tiles,
+    grouped_schedule,
+    key_splits_schedule,
+    longer_blocks_schedule,
+    shares_schedule,
+)
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import (
     has_longer_blocks,
     is_grouped,
+    is_in_shares,
     is_one_tile,
     keys_of_block,
     role_in_place,
@@ -20,7 +28,7 @@ from fa2tune.launching.key_splits import (
 )
 from fa2tune.rows.row import Row
 from fa2tune.spec.problem import Config, Problem
-from fa2tune.spec.roles import FWD_80_KEYS, FWD_GROUPED, FWD_ONE_TILE
+from fa2tune.spec.roles import FWD_80_KEYS, FWD_GROUPED, FWD_ONE_TILE, FWD_SHARES
 from fa2tune.spec.variant import Variant
 
 
@@ -38,6 +46,7 @@ _WORDS = {
     FWD_GROUPED: Words("tiles of several query heads", "tiles of several query heads are", "tiles of one head each"),
     FWD_ONE_TILE: Words("all keys in one tile", "tiles with all keys of a key head are", "keys in blocks"),
     FWD_80_KEYS: Words("blocks of 80 keys", "blocks of 80 keys are", "blocks of a power of two"),
+    FWD_SHARES: Words("equal shares of key blocks", "equal shares of key blocks are", "tiles are whole"),
 }
 
 
@@ -50,11 +59,16 @@ def instead_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = Non
     found = key_splits_schedule.config_of(problem, config, gpu, row)
     found = grouped_schedule.config_of(problem, config, gpu, row, found) or found
     found = found or longer_blocks_schedule.config_of(problem, gpu)
-    if (one_tile := few_keys_schedule.best(problem, gpu)) is None:
-        return found
-    time, tiles = one_tile
-    pays = time < (1 - few_keys_schedule.MARGIN) * served_us(problem, config, gpu, row, found)
-    return tiles if pays else found
+    if (one_tile := few_keys_schedule.best(problem, gpu)) is not None:
+        time, tiles = one_tile
+        if time < (1 - few_keys_schedule.MARGIN) * served_us(problem, config, gpu, row, found):
+            found = tiles
+    if (in_shares := shares_schedule.best(problem, gpu)) is not None:
+        time, shares = in_shares
+        whole = few_tiles.expected_us(problem, config, gpu.sm_count) if found is None else None
+        if time < (1 - shares_schedule.MARGIN) * (whole or served_us(problem, config, gpu, row, found)):
+            found = shares  # by the constants of whole tiles, so next to those where they are known
+    return found
 
 
 def served_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None, found: Config | None) -> float:
@@ -63,6 +77,8 @@ def served_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None, found
         return key_splits_schedule.ordinary_us(problem, config, gpu, row)
     if is_one_tile(found):
         return few_keys_schedule.one_tile_us(problem, found, gpu)
+    if is_in_shares(found):
+        return shares_schedule.expected_us(problem, found, gpu)
     if has_longer_blocks(found):  # as near as the share is, which is one of tiles with maxima, whatever the row has
         usual = key_splits_schedule.ordinary_us(problem, config, gpu, row)
         return usual * longer_blocks_schedule.share(problem, found, gpu)
@@ -71,9 +87,9 @@ def served_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None, found
 
 
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
-    """What ``key_splits.kernels`` gives, of every tile of several heads, or with all keys, or in blocks of 80 keys, that a call
-    of any heads and lengths may have."""
-    schedules = grouped_schedule, few_keys_schedule, longer_blocks_schedule
+    """What ``key_splits.kernels`` gives, of every tile of several heads, or with all keys, or in blocks of 80 keys, or in equal
+    shares, that a call of any heads and lengths may have."""
+    schedules = grouped_schedule, few_keys_schedule, longer_blocks_schedule, shares_schedule
     return [one for schedule in schedules for one in schedule.all_kernels(problem, arch)]
 
 
@@ -88,5 +104,11 @@ def about(problem: Problem, found: Config) -> str:
         return (
             f"fwd: {splitting(found).short_name} runs instead, in blocks of {keys_of_block(found)} keys, which is expected to "
             "be faster and has no row."
+        )
+    if is_in_shares(found):
+        whole = f"{found['ROUNDS']} whole tiles and " if found["ROUNDS"] else ""
+        return (
+            f"fwd: {splitting(found).short_name} runs instead, which is expected to be faster and has no row: each of "
+            f"{found['SHARES']} programs computes {whole}an equal share of the key blocks that are left."
         )
     return grouped_schedule.about(problem, found) if is_grouped(found) else key_splits_schedule.about(problem, found)
