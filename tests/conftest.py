@@ -73,6 +73,7 @@ COMPILING = tuple(
         "early_start_compiled",
         "stored_ds_compiled",
         "longer_blocks_compiled",
+        "shares_compiled",
         "hostside",
         "sm80",
         "hopper",

@@ -52,7 +52,7 @@ def forward_plan(
     problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, choice: Choice, gpu: Gpu,
     may_split: bool = True,
 ) -> ForwardPlan | SplitPlan:  # fmt: skip
-    """``choice``: of the tuned kernel that serves. Where the kernel that splits keys does not compile or load, or there is
+    """``choice``: of the tuned kernel that serves. Where what runs in its place does not compile or load, or there is
     nothing to compile it with, the tuned one serves, and the log says so."""
     split, refused = split_of(problem, choice, gpu) if may_split else (None, "")
     if split is not None and not refused:

@@ -209,8 +209,8 @@ class Variant:
     #: path of the fused kernel that computes the same from configs of the same dimensions, without DQ_BUFFERS, dQ summed in any
     #: order, where this one has a fixed order; written in the same way
     ordered_form_of: str = ""
-    #: dimensions of the search that are no parameters of the kernel, because only grids depend on them, its own or of what runs
-    #: after it
+    #: dimensions of the search that are no parameters of the kernel, because only grids or ``scalars`` depend on them, its own
+    #: or those of what runs after it
     grid_dimensions: tuple[str, ...] = ()
     #: paths of the kernels that run right before and right after, untuned: their default configs and what
     #: ``passes_on(spec, config)`` says

@@ -172,16 +172,13 @@ def store_sums(acc, peak, total, first, inside, place, sums, call, HEAD_DIM_V: g
     stats = sums.stats + own
     gl.store(stats + r * call.group, peak, mask=r < inside)
     gl.store(stats + sums.parts * all_rows + r * call.group, total, mask=r < inside)
-    o = sums.o_parts + own * HEAD_DIM_V
-    store_columns(acc[0], o, call.group * HEAD_DIM_V, inside, 0, HEAD_DIM_V)
-    if len(acc) > 1:
-        WIDTH: gl.constexpr = acc[0].shape[1]
-        store_columns(acc[1], o, call.group * HEAD_DIM_V, inside, WIDTH, HEAD_DIM_V)
+    store_parts_of_rows(acc, sums.o_parts + own * HEAD_DIM_V, call.group * HEAD_DIM_V, inside, HEAD_DIM_V)
 
 
 @gluon.jit
 def store_parts_of_rows(acc, o, stride, inside, HEAD_DIM_V: gl.constexpr):
-    """Accumulators [ROWS, columns] of both parts of columns behind ``o``."""
+    """Accumulators [ROWS, columns] of both parts of columns behind ``o``, whose rows are ``stride`` elements apart, of which
+    ``inside`` are there."""
     store_columns(acc[0], o, stride, inside, 0, HEAD_DIM_V)
     if len(acc) > 1:
         WIDTH: gl.constexpr = acc[0].shape[1]

@@ -107,7 +107,7 @@ def sum_part(
         acc, total, peak, p = over_keys(
             acc, total, peak, p, n_clear, n_blocks, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, form.RESCALE, True
         )  # fmt: skip
-    # Not before, though registers may hold Q: one thread arrives, and other warps may still read
+    # not before, though registers may hold Q: results were wrong so (docs/experiments/equal-shares.md)
     mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
 
     # ---- the last P V

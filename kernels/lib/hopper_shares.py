@@ -34,7 +34,7 @@ class Share(NamedTuple):
     programs: gl.tensor
     rounds: gl.tensor  #: whole tiles
     base: gl.tensor  #: first block behind whole rounds
-    count: gl.tensor  #: blocks behind them, of all programs; 1, too, where there are none
+    count: gl.tensor  #: blocks behind them, of all programs; 1, too, where there are none, for it divides
     begin: gl.tensor
     end: gl.tensor
 
@@ -89,17 +89,15 @@ def tile_at(at, blocks, call, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def slot_of(number, begins):
-    """Of a program's sums: it has two tiles in parts at most, of which its run begins inside one and begins the other."""
+    """Of a program's sums. Two of its tiles at most are in parts: one inside which its first run begins, and one that its last
+    run begins."""
     return 2 * number + begins
 
 
 @gluon.jit
-def programs_of(tile, share):
-    """The programs that have the tile's first and last block, which no whole round has."""
-    begin = tile.begin - share.base
-    first = ((begin + 1) * share.programs - 1) // share.count
-    last = ((begin + tile.visited) * share.programs - 1) // share.count
-    return first, last
+def last_of(tile, share):
+    """The program that has the last block of a tile that no whole round has."""
+    return ((tile.begin - share.base + tile.visited) * share.programs - 1) // share.count
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper_forward import Call
 from fa2tune.kernels.lib.hopper_key_parts import PartDivisors
-from fa2tune.kernels.lib.hopper_shares import Blocks, programs_of, share_of, slot_of, tile_at
+from fa2tune.kernels.lib.hopper_shares import Blocks, last_of, share_of, slot_of, tile_at
 from fa2tune.kernels.lib.warps import WARP
 from fa2tune.search_spaces.sm90 import fwd_join as space
 from fa2tune.search_spaces.sm90 import fwd_shares
@@ -68,10 +68,9 @@ def fwd_hopper_join_kernel(
     rows = (gl.program_id(0) - number * PIECES) * BLOCK_R + gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     sums = (o_parts, stats)
-    _, last = programs_of(tile, share)
     first_part = _loaded(number, 1, rows, d, sums, BLOCK_M, HEAD_DIM_V)
     found = _merged(first_part, _loaded(number + 1, 0, rows, d, sums, BLOCK_M, HEAD_DIM_V))
-    for later in range(number + 2, last + 1):
+    for later in range(number + 2, last_of(tile, share) + 1):
         found = _merged(found, _loaded(later, 0, rows, d, sums, BLOCK_M, HEAD_DIM_V))
     acc, peak, total = found
     out = acc * (1.0 / total)[:, None]

@@ -33,6 +33,7 @@ from fa2tune.kernels.lib.hopper_part_sums import contributions, sum_part
 from fa2tune.kernels.lib.hopper_parts import descriptors_of, shared_for
 from fa2tune.kernels.lib.hopper_queue import make_queue, produce_parts, received_tile, sequence_of
 from fa2tune.search_spaces.lib.hopper import part_dims, used_by, used_columns
+from fa2tune.search_spaces.lib.hopper_key_parts import HELD
 from fa2tune.search_spaces.portable.packed_order import order_and_counter
 from fa2tune.search_spaces.sm90 import fwd, fwd_split
 from fa2tune.spec.problem import Config, Problem
@@ -157,7 +158,7 @@ def fwd_hopper_split_kernel(
 
 
 def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
-    return min(fwd_split.programs(problem, config), sm_count * fwd_split.HELD[config["BLOCK_M"]][0])
+    return min(fwd_split.programs(problem, config), sm_count * HELD[config["BLOCK_M"]][0])
 
 
 def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:
@@ -182,7 +183,7 @@ VARIANT = Variant(
     rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v"},
     grid=_grid,
     constants=lambda spec, config: {
-        "NEGATE": spec.negate, **part_dims(spec, config), "CONSUMER_REGISTERS": fwd_split.HELD[config["BLOCK_M"]][2],
+        "NEGATE": spec.negate, **part_dims(spec, config), "CONSUMER_REGISTERS": HELD[config["BLOCK_M"]][2],
         "USED_D": used_columns(spec),
     },
     used=lambda spec, config: used_by(spec, part_dims(spec, config), ("DV",)),

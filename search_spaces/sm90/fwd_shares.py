@@ -57,16 +57,16 @@ def left_over(problem: Problem, config: Config) -> int:
 def refused(problem: Problem, config: Config) -> str:
     """Why a config does not compute a call of these lengths; "": it does."""
     shares, rounds = config["SHARES"], config["ROUNDS"]
+    for name in ("SHARES", "ROUNDS"):
+        allowed = SPACE.dimensions[name]
+        if config[name] not in allowed:
+            return f"{name}: got {config[name]}, must be {min(allowed)} to {max(allowed)}"
     if (found := _progression(problem, config["BLOCK_M"], config["BLOCK_N"])) is None:
         lengths = f"{problem.seqlen_q} queries of {problem.seqlen_k} keys"
         return f"mask: got {problem.mask} of {lengths}, whose tiles must see evenly more keys for equal shares"
     of_head, of_first, _more = found
     tiles_of_head, heads = problem.query_tiles(config["BLOCK_M"]) // problem.batch, problem.batch * problem.heads_q
     left = of_head * heads - rounds * shares * of_first
-    for name in ("SHARES", "ROUNDS"):
-        allowed = SPACE.dimensions[name]
-        if config[name] not in allowed:
-            return f"{name}: got {config[name]}, must be {min(allowed)} to {max(allowed)}"
     if rounds and of_head != of_first * tiles_of_head:
         return f"ROUNDS: got {rounds} of tiles that do not see as many keys each, must be 0"
     if left < 0:

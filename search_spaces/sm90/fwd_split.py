@@ -1,7 +1,6 @@
 """Tiles of kernels/sm90/fwd_split.py: they follow from the head dims and the mask (search_spaces/lib/hopper_key_parts.py), and
 nothing is searched."""
 
-from fa2tune.search_spaces.lib.hopper_key_parts import HELD as HELD
 from fa2tune.search_spaces.lib.hopper_key_parts import ROWS, tile
 from fa2tune.search_spaces.lib.hopper_key_parts import tiles as tiles
 from fa2tune.spec.problem import Config, Problem, Specialization

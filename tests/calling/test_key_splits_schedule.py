@@ -183,7 +183,7 @@ def test_chunks_of_a_prompt_take_the_warp_specialised_kernel():
         split = split_of(asked)
         assert key_splits_schedule.splitting(split).name == "sm90/fwd_split"
         programs = asked.query_tiles(split["BLOCK_M"]) * heads[0] * split["SPLITS"]
-        at_once = H200.sm_count * hopper_split.HELD[split["BLOCK_M"]][0]
+        at_once = H200.sm_count * hopper_key_parts.HELD[split["BLOCK_M"]][0]
         assert at_once / 2 < programs <= at_once, "one turn, of more than half of the GPU"
 
 

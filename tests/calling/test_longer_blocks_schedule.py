@@ -16,12 +16,12 @@ from test_few_tiles_choice import described
 from fa2tune import gpus
 from fa2tune.calling import forward_plans, serving
 from fa2tune.calling.choosing import Chooser
-from fa2tune.calling.schedules import in_place_schedule, longer_blocks_schedule, shares_schedule
+from fa2tune.calling.schedules import in_place_schedule, longer_blocks_schedule
 from fa2tune.fleet import precompile
-from fa2tune.launching.key_splits import has_longer_blocks
+from fa2tune.launching.key_splits import has_longer_blocks, is_in_shares
 from fa2tune.search_spaces.sm90 import fwd_80_keys
 from fa2tune.spec.mask import CAUSAL, FULL
-from fa2tune.spec.problem import HEADS_FIRST, Problem
+from fa2tune.spec.problem import HEADS_FIRST, Config, Problem
 
 ROOT = Path(__file__).parents[2]
 H200 = gpus.named("h200")
@@ -47,11 +47,14 @@ def raced() -> Iterator[tuple[Problem, float, float]]:
             yield described(call["call"]), min(usual), call["us"][label]
 
 
+def instead_of(problem: Problem) -> Config | None:
+    choice = Chooser(problem, H200).choose("fwd")
+    return in_place_schedule.instead_of(problem, choice.config, H200, choice.row)
+
+
 def runs(problem: Problem) -> bool:
     """Whether it is what serves."""
-    choice = Chooser(problem, H200).choose("fwd")
-    instead = in_place_schedule.instead_of(problem, choice.config, H200, choice.row)
-    return instead is not None and has_longer_blocks(instead)
+    return has_longer_blocks(instead_of(problem) or {})
 
 
 def chosen(problem: Problem) -> bool:
@@ -73,9 +76,12 @@ def test_the_calls_that_take_them_gained() -> None:
 def test_keys_in_parts_come_first() -> None:
     """Of few tiles they were 1.3 to 7.7 times as fast."""
     others = [problem for problem, _, _ in raced() if chosen(problem) and not runs(problem)]
-    split = [problem for problem in others if problem.query_tiles(128) * problem.heads_q <= H200.sm_count]
-    assert len(split) == 6
-    assert len(others) == 8 and all(shares_schedule.best(problem, H200) for problem in others if problem not in split)
+    assert sum(problem.query_tiles(128) * problem.heads_q <= H200.sm_count for problem in others) == 6
+
+
+def test_equal_shares_come_first() -> None:
+    """Of calls that leave multiprocessors idle."""
+    assert sum(chosen(problem) and is_in_shares(instead_of(problem) or {}) for problem, _, _ in raced()) == 4
 
 
 def test_query_heads_taken_as_one_are_no_group() -> None:

@@ -110,13 +110,13 @@ def test_a_call_is_served_and_explained() -> None:
     (kernel,) = found.kernels
     assert kernel.status == "estimated" and list(kernel.runs or {}) == ["sm90/fwd_shares", "sm90/fwd_join"]
     assert kernel.in_shares and not kernel.grouped and not kernel.longer_blocks and not kernel.all_keys
-    assert "each of 132 programs computes an equal share of the key blocks" in str(found)
+    assert "Key blocks of each of its 132 programs: equally many." in str(found)
     (said,) = found.as_dict()["kernels"]
     assert said["shares"] == chosen(LONG_TRIANGLE) and said["split"] is said["one_tile"] is None
     assert serving.served_by(LONG_TRIANGLE, H200, backward=False) == {"fwd": "sm90/fwd_shares + sm90/fwd_join"}
     assert forward_plans.how(said["shares"]) == forward_plans.SHARES
     whole = serving.explain_problem(UNEVEN, H200, ["fwd"])
-    assert "each of 132 programs computes 2 whole tiles and an equal share" in str(whole)
+    assert "of its 132 programs: 2 whole tiles, then an equal share of what is left." in str(whole)
 
 
 def test_their_binaries_are_compiled_ahead() -> None:

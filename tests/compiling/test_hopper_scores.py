@@ -12,6 +12,7 @@ from hopper_builds import Asked, Built, asked_of, check_limits
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, registry, sass
+from fa2tune.search_spaces.lib.hopper_key_parts import HELD
 from fa2tune.search_spaces.sm90 import fwd, fwd_grouped, fwd_split
 from fa2tune.spec.extent import DENSE, RAGGED
 from fa2tune.spec.problem import Specialization
@@ -47,7 +48,7 @@ class Case(NamedTuple):
 
     @property
     def held(self) -> int:
-        return fwd.programs(self.config) if self.kernel == "fwd" else fwd_split.HELD[self.config["BLOCK_M"]][0]
+        return fwd.programs(self.config) if self.kernel == "fwd" else HELD[self.config["BLOCK_M"]][0]
 
 
 CASES = [

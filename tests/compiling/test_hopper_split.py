@@ -21,6 +21,7 @@ from hopper_builds import (
 
 from fa2tune.compiling import compiler, registry
 from fa2tune.search_spaces.lib.hopper import columns
+from fa2tune.search_spaces.lib.hopper_key_parts import HELD
 from fa2tune.search_spaces.sm90 import fwd_split
 from fa2tune.spec.extent import DENSE, RAGGED
 from fa2tune.spec.problem import Config, Specialization
@@ -86,7 +87,7 @@ def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Asked], Built]]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_compiles_within_the_limits(case: Case, built: Callable[[Asked], Built]) -> None:
-    check_limits(built(case.asked), SPLIT, case.spec, case.config, fwd_split.HELD[case.rows][0])
+    check_limits(built(case.asked), SPLIT, case.spec, case.config, HELD[case.rows][0])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

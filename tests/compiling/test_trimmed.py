@@ -185,6 +185,7 @@ CASES = [
     ("sm90/fwd", 224, 104, {104: 16}, 56),
     ("sm90/fwd", 176, 176, {128: 16, 48: 16}, 44),
     ("sm90/fwd_split", 104, 104, {104: 32}, 28),
+    ("sm90/fwd_shares", 104, 104, {104: 32}, 28),
     ("sm90/fwd_grouped", 224, 224, {224: 16}, 56),
     ("sm90/fwd_one_tile", 200, 200, {200: 4}, 13),
     ("sm90/fwd_80_keys", 232, 232, {232: 20}, 60),
@@ -226,7 +227,7 @@ def test_kernels_multiply_the_columns_of_their_head_dims(
 SIDES = {
     "fwd": ("DV", ""), "fwd_split": ("DV", ""), "fwd_grouped": ("DV", ""), "bwd_fused": ("D DV", "D DV"),
     "bwd_dkdv": ("D DV", "D DV"), "bwd_dkdv_ds": ("D DV", "D DV"), "bwd_dq": ("D", "D DV"), "bwd_dq_split": ("D", "D DV"),
-    "bwd_dq_ds": ("D", ""), "fwd_one_tile": ("DV", ""), "fwd_80_keys": ("DV", ""),
+    "bwd_dq_ds": ("D", ""), "fwd_one_tile": ("DV", ""), "fwd_80_keys": ("DV", ""), "fwd_shares": ("DV", ""),
 }  # fmt: skip
 
 

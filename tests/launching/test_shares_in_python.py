@@ -95,21 +95,22 @@ def test_equal_shares(gpu: SharesGpu, call: Call, settings: Config) -> None:
 
 
 def test_sums_of_parts_alone_go_to_memory(gpu: SharesGpu) -> None:
-    """2 x 5 tiles under the causal mask have 60 blocks, 12 a program: the first and the last program have one tile in parts."""
+    """2 x 5 tiles under the causal mask have 3, 5, 7, 9 and 10 blocks and lie as the last, the first and so on. Runs begin at
+    0, 13, 27, 40 and 54 of 68, tiles at 0, 10, 13, 22, 27, 34 and so on: of the first two programs all tiles are whole."""
     call = Call(((630, 640),), (2, 2), (64, 64), CAUSAL)
     given = inputs(call, 0)
     *_, o_parts, stats = gpu.forward(call, given, {"SHARES": 5, **BLOCK})
     used = ~np.isnan(stats).all((2, 3))  # [programs, 2]: the tile that it ends, the one that it begins
     assert (np.isnan(stats).any((2, 3)) == ~used).all() and (np.isnan(o_parts).any((2, 3)) == ~used).all()
-    assert used[1:, 0].tolist() == used[:-1, 1].tolist() and not used[0, 0] and not used[-1, 1]
+    assert used.astype(int).tolist() == [[0, 0], [0, 0], [0, 1], [1, 1], [1, 0]]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_runs_hold_each_key_block_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Where tiles lie and which programs have them, by plain arithmetic: of tiles of up to 1024 a head, and of products near 32
-    bits."""
+def test_runs_hold_each_key_block_once(seed: int) -> None:
+    """Where tiles lie and which programs have them, by plain arithmetic: of up to 1024 tiles a head."""
     drawn = np.random.default_rng(seed)
     of = {name: kernels_in_python.in_python(getattr(hopper_shares, name)) for name in FUNCTIONS}
+    checked = 0
     for _ in range(20):
         tiles, heads, programs = (
             int(drawn.integers(1, most)) for most in ((1025, 4, 140), (9, 40, 20))[drawn.integers(2)]
@@ -119,17 +120,16 @@ def test_runs_hold_each_key_block_once(monkeypatch: pytest.MonkeyPatch, seed: in
         visited[-1] -= int(drawn.integers(visited[-1] - visited[-2] + 1)) if tiles > 1 else 0
         rounds = 0 if more or visited[-1] != first else int(drawn.integers(tiles * heads // programs + 1))
         left = sum(visited) * heads - rounds * programs * first
-        if left < programs or sum(visited) * heads * programs >= 2**31:
-            continue
-        check_runs(monkeypatch, of, visited, heads, programs, rounds, more)
+        if left >= programs:
+            check_runs(of, visited, heads, programs, rounds, more)
+            checked += 1
+    assert checked >= 15
 
 
-FUNCTIONS = ("share_of", "run_of", "goes_on", "next_at", "tile_at", "programs_of")
+FUNCTIONS = ("share_of", "run_of", "goes_on", "next_at", "tile_at", "last_of")
 
 
-def check_runs(
-    monkeypatch: pytest.MonkeyPatch, of: dict[str, Any], visited: list[int], heads: int, programs: int, rounds: int, more: int
-) -> None:  # fmt: skip
+def check_runs(of: dict[str, Any], visited: list[int], heads: int, programs: int, rounds: int, more: int) -> None:
     """``visited``: blocks of each tile of a head."""
     rows = 128
     form = SimpleNamespace(BLOCK_M=rows)
@@ -149,8 +149,8 @@ def check_runs(
             seen[head][tile][below - count : below] += 1
             assert run.whole == (count == visited[tile])
             if not run.whole:
-                found = of["programs_of"](of["tile_at"](at, blocks, call, rows), share)
-                parts.setdefault((head, tile), []).append((number, int(run.slot), *(int(one) for one in found)))
+                last = of["last_of"](of["tile_at"](at, blocks, call, rows), share)
+                parts.setdefault((head, tile), []).append((number, int(run.slot), int(last)))
             at = of["next_at"](turn, at, run, share)
             turn += 1
         shares.append(int(share.end - share.begin))
@@ -159,7 +159,7 @@ def check_runs(
     for found in parts.values():  # the first has its second slot, others the first
         numbers = [number for number, *_ in found]
         first, last = numbers[0], numbers[-1]
-        assert found == [(number, 2 * number + (number == first), first, last) for number in range(first, last + 1)]
+        assert found == [(number, 2 * number + (number == first), last) for number in range(first, last + 1)]
     assert max(shares) - min(shares) <= 1
     if heads * len(visited) >= 8 * programs and len(visited) > 1:  # two neighbours have as many blocks as any other two
         assert max(runs) - min(runs) <= 4

@@ -164,7 +164,7 @@ def covers(problem: Problem) -> bool:
 
 def sector_cost(problem: Problem, config: Config, costs: Mapping[int, Mapping[int, float]] = SECTOR_COSTS) -> float:
     """How many times as long key blocks take for rows that begin inside a sector."""
-    known, most = costs[config["BLOCK_M"]], 0.0
+    known, most = costs[config["BLOCK_M"]], 0.0  # a loop, for each new length asks this of many forms
     for dim in (problem.head_dim, problem.head_dim_v):
         if dim % SECTOR:
             most = max(most, known.get(dim, known[0]))

@@ -106,9 +106,14 @@ def about(problem: Problem, found: Config) -> str:
             "be faster and has no row."
         )
     if is_in_shares(found):
-        whole = f"{found['ROUNDS']} whole tiles and " if found["ROUNDS"] else ""
+        rounds = found["ROUNDS"]
+        share = (
+            f"{rounds} whole tile{'s' * (rounds > 1)}, then an equal share of what is left"
+            if rounds
+            else "equally many"
+        )
         return (
-            f"fwd: {splitting(found).short_name} runs instead, which is expected to be faster and has no row: each of "
-            f"{found['SHARES']} programs computes {whole}an equal share of the key blocks that are left."
+            f"fwd: {splitting(found).short_name} runs instead, which is expected to be faster and has no row. Key blocks of "
+            f"each of its {found['SHARES']} programs: {share}."
         )
     return grouped_schedule.about(problem, found) if is_grouped(found) else key_splits_schedule.about(problem, found)

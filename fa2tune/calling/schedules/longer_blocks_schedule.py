@@ -20,7 +20,7 @@ from fa2tune.spec.variant import Variant
 #: A block's time over that of as many keys in blocks of 64; and microseconds of a tile's start and end.
 PACE_OF_64, START_US = 0.965, 3.5
 #: Head dims above the first and up to the second, in calls of so many keys or more whose groups are no larger, were faster:
-#: 0.91 to 1.03 of the time, 0.970 in the mean of 15 calls that take it. In others both were level, at 256 blocks of 64 keys
+#: 0.91 to 1.03 of the time, 0.970 in the mean of 15 raced calls. In others both were level, at 256 blocks of 64 keys
 #: were faster. Query heads that are taken as one (``merging``) are no group: such a call was level.
 DIMS, LEAST_KEYS, MOST_GROUP = (192, 248), 1900, 3
 #: Versions of Triton that compile the kernel (kernels/lib/hopper_units.py).

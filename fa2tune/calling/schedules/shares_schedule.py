@@ -11,7 +11,7 @@ from operator import itemgetter
 from types import ModuleType
 from typing import NamedTuple
 
-from fa2tune.calling.schedules import few_tiles
+from fa2tune.calling.schedules import few_tiles, key_splits_schedule
 from fa2tune.compiling.support import companion_space
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import kernels
@@ -22,10 +22,10 @@ from fa2tune.spec.roles import FWD_SHARES
 from fa2tune.spec.variant import Variant
 
 #: Microseconds of the launch that puts parts together, as that of keys in even parts has it.
-PUT_TOGETHER_US = 4.6
-#: Under a mask tiles that run at once read different keys, so K and V of all heads may take so many bytes, which L2 holds. With
-#: so many whole rounds of tiles, or more, tiles even out by themselves.
-L2_BYTES, MANY_ROUNDS = 30e6, 3
+PUT_TOGETHER_US = key_splits_schedule.HOPPER_PACES[128].combine_us
+#: Under a mask tiles that run at once read different keys, so K and V of all heads may take this share of L2: 31 MB of an
+#: H200's. With so many whole rounds of tiles, or more, tiles even out by themselves.
+SHARE_OF_L2, MANY_ROUNDS = 0.5, 3
 #: Fewer queries were not timed.
 LEAST_QUERIES = 64
 #: They must be predicted to be faster than what serves otherwise by this share.
@@ -96,7 +96,7 @@ def _offered(problem: Problem, form: _Form, gpu: Gpu) -> Iterator[tuple[Config, 
     if not unmasked:
         bytes_of_keys = problem.head_dim + problem.head_dim_v
         bytes_of_keys *= problem.batch * problem.heads_kv * problem.seqlen_k * ITEMSIZE[problem.dtype]
-        if bytes_of_keys > L2_BYTES or rounds >= MANY_ROUNDS:
+        if bytes_of_keys > SHARE_OF_L2 * gpu.l2_bytes or rounds >= MANY_ROUNDS:
             return
     for ahead in range(max(0, rounds - 1), rounds + 1) if unmasked else (0,):
         found = {**form.config, "SHARES": shares, "ROUNDS": ahead}
