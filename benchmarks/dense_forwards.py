@@ -6,6 +6,7 @@
     python benchmarks/dense_forwards.py RECORD... --every 1 --splits --out dense_forwards_splits.json  # keys in parts
     python benchmarks/dense_forwards.py --drawn HASH --shares --out forward_shares.json  # equal shares of key blocks
     python benchmarks/dense_forwards.py --grid 256 --out dense_forwards_grid.json            # calls of 16k tokens, hidden 2048
+    python benchmarks/dense_forwards.py --call "1 16 16 4096 4096 192 128 causal" --out forward_apart.json   # one call or more
     python benchmarks/dense_forwards.py --drawn HASH --near 0.1 --out dense_forwards_near.json  # 100 calls of their own
     python benchmarks/dense_forwards.py --table dense_forwards.json                         # a file, as text
 
@@ -18,8 +19,10 @@ registers, with a third stage where O has room of its own, which the search spac
 With --splits: of calls of few tiles and SPLIT_KEYS keys or more, forms of the Hopper kernel that splits keys.
 With --shares: of calls for which they are expected to take up to SHARES_NEAR of the time of the best tiles, equal shares of key
 blocks, in turn and not.
-With --drawn: forwards that benchmarks/random_calls.py draws by that seed. With --near: of forms whose time is estimated, those
-that are expected to be as fast as the fastest, or slower by that share at most, and each without NUMBERED, too.
+With --drawn: forwards that benchmarks/random_calls.py draws by that seed. With --call: batch, heads of queries and of keys,
+lengths of queries and of keys, head dims of Q and of V, mask; of these also all forms of few_tiles.configs, and shares.
+With --near: of forms whose time is estimated, those that are expected to be as fast as the fastest, or slower by that share
+at most, and each without NUMBERED, too.
 Each result is compared with float32 arithmetic; a wrong one is not timed, and said. Each candidate is a CUDA graph; replays
 are interleaved; the file holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute
 capability 9.0.
@@ -58,7 +61,7 @@ from fa2tune.launching import key_splits, passes
 from fa2tune.search_spaces.lib.hopper_key_parts import MOST_IN_TURN
 from fa2tune.search_spaces.sm90 import fwd_split
 from fa2tune.search_spaces.sm90.fwd import in_v_halves, of_tiles, third_stage
-from fa2tune.spec.mask import FULL
+from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import Config, Problem, head_dim_parts
 from fa2tune.spec.roles import FWD_80_KEYS
 from fa2tune.spec.score import NONE
@@ -117,6 +120,24 @@ def drawn(seeds: tuple[str, ...]) -> dict[str, tuple[Problem, Mapping[str, float
         for seed in seeds
         for name, problem in random_calls.drawn(seed).items()
     }
+
+
+def named(texts: tuple[str, ...]) -> dict[str, tuple[Problem, Mapping[str, float]]]:
+    """Calls as --call has them. UsageError: a text is none."""
+    found = dict[str, tuple[Problem, Mapping[str, float]]]()
+    for text in texts:
+        *numbers, mask = text.split()
+        if len(numbers) != 7 or not all(one.isdigit() for one in numbers) or mask not in ("full", "causal"):
+            raise click.UsageError(f"--call: got {text!r}, must be seven numbers and full or causal")
+        found[text] = Problem("bf16", *map(int, numbers), CAUSAL if mask == "causal" else FULL), dict[str, float]()
+    return found
+
+
+def every_form(problem: Problem, gpu: Gpu) -> dict[str, Config]:
+    """As ``candidates``, with --call."""
+    made = [*few_tiles.configs(problem.specialization, gpu.arch)]
+    made += [config for config, _left in shares_schedule.candidates(problem, gpu)]
+    return candidates(problem, gpu) | {label(one): one for one in made}
 
 
 def label(config: Config) -> str:
@@ -319,6 +340,7 @@ def line(name: str, call: Mapping[str, Any]) -> str:
     "--shares", is_flag=True, help="Only calls for which equal shares of key blocks may be faster, and those."
 )
 @click.option("--drawn", "seeds", multiple=True, help="Forwards that benchmarks/random_calls.py draws by this seed.")
+@click.option("--call", "texts", multiple=True, help='This call: "1 16 16 4096 4096 192 128 causal".')
 @click.option("--near", "near_by", type=float, help="Leave out forms that are expected to take longer by this share.")
 @click.option("--wide", is_flag=True, help="Only calls of head dims in parts above 128, in forms of 128 x 64 tiles.")
 @click.option(
@@ -326,8 +348,8 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 )
 @side_by_side.timing_options
 def main(records: tuple[Path, ...], listed: bool, every: int | None, dims: tuple[int, ...], grids: tuple[int, ...],
-         unmasked: int, seeds: tuple[str, ...], near_by: float | None, splits: bool, shares: bool, wide: bool,
-         compiled: bool, share: slice, seconds: float, out: Path | None, shown: Path | None) -> None:  # fmt: skip
+         unmasked: int, seeds: tuple[str, ...], texts: tuple[str, ...], near_by: float | None, splits: bool, shares: bool,
+         wide: bool, compiled: bool, share: slice, seconds: float, out: Path | None, shown: Path | None) -> None:  # fmt: skip
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
@@ -335,8 +357,12 @@ def main(records: tuple[Path, ...], listed: bool, every: int | None, dims: tuple
         raise click.UsageError(
             "--near, --splits, --shares, --wide: each has forms of its own; got more than one of them"
         )
-    wanted = dict(list((calls(records, every, wide, dims, unmasked) | grid(grids) | drawn(seeds)).items())[share])
-    forms_of = partial(candidates, wide=wide, share=near_by, splits=splits, shares=shares)
+    wanted = dict(
+        list((calls(records, every, wide, dims, unmasked) | grid(grids) | drawn(seeds) | named(texts)).items())[share]
+    )
+    forms_of: Callable[..., dict[str, Config]] = (
+        every_form if texts else partial(candidates, wide=wide, share=near_by, splits=splits, shares=shares)
+    )
     if splits:
         wanted = {name: one for name, one in wanted.items() if may_split(one[0], gpus.named("h200"))}
     if shares:

@@ -431,3 +431,20 @@ def test_head_dim_104_has_tiles_of_192_rows() -> None:
                  "36 x 3/3 heads, 3409 queries, 3409 keys, head dim 104, full",
                  "5 x 1/1 heads, 22960 queries, 22960 keys, head dim 104, full"):  # fmt: skip
         assert tiles(chosen(described(call)).config) == (192, 64, 0)
+
+
+def test_head_dims_of_latent_attention_take_the_fastest_form() -> None:
+    """192 and 128, of six calls; one more of 176 and 120."""
+    record = json.loads(gzip.decompress((ROOT / "benchmarks/calls/forward_apart.json.gz").read_bytes()))
+    shares = []
+    for call in record["calls"].values():
+        problem, us = described(call["call"]), call["us"]
+        choice = choosing.Chooser(problem, H200).choose("fwd")
+        found = in_place_schedule.instead_of(problem, choice.config, H200, choice.row)
+        if problem.head_dim != problem.head_dim_v and found is None:
+            label = re.sub(r"(qk|none) \d+ ", r"\1 {} ", script("dense_forwards").label(choice.config))
+            heads = (
+                label.format(number) for number in (0, 4, 22)
+            )  # that run at once: rows say them, times are as near
+            shares.append(min(us.get(name, math.inf) for name in heads) / min(us.values()))
+    assert len(shares) == 7 and max(shares) < 1.03

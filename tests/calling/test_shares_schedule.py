@@ -96,6 +96,14 @@ def test_the_calls_that_take_them_gained() -> None:
     assert geometric_mean(taken) < 0.82 and sum(one > 1.0 for one in taken) == 2 and max(taken) < 1.2
 
 
+def test_they_serve_one_long_head_in_place_of_parts_in_several_turns() -> None:
+    """1 x 1, 16384, 128, causal: 109 us for 182."""
+    record = json.loads(gzip.decompress((ROOT / "benchmarks/calls/forward_apart.json.gz").read_bytes()))
+    us = record["calls"]["16k"]["us"]
+    config = chosen(described(record["calls"]["16k"]["call"]))
+    assert config is not None and us[script("few_queries").label(config)] == min(us.values()) < 0.65 * us["served"]
+
+
 def test_what_they_take_is_estimated() -> None:
     label = script("few_queries").label
     errors = []

@@ -75,6 +75,11 @@ FEW_TURNS, FEW_TURNS_END = ((0.032, 0.028), (0.002, 0.088), (-0.018, 0.084)), 8
 #: without a mask, where they gain 0 to 1 %, and of 64 x 64, 2 to 12 % (docs/experiments/few-tiles.md).
 NUMBERED = (1.009, 1.018)
 NUMBERED_DIMS: dict[TileForm, tuple[int, int]] = {(128, 64, 0): (128, 192), (64, 64, 128): (128, 160)}
+#: Head dims of Q and V of latent attention (DeepSeek-V3's prefill). A dense call's block takes so many times what the rest
+#: says; and tiles of 128 x 128 have named barriers, which gained 4 to 8 % there and lost 1 % at 176 and 120
+#: (forward_apart.json.gz).
+LATENT_DIMS = (192, 128)
+LATENT: dict[TileForm, float] = {(64, 64, 128): 1.15, (128, 64, 0): 1.05, (128, 128, 0): 0.94, (192, 64, 0): 1.1}
 LEAST_COLUMNS = 64  #: fewer were not timed
 #: Up to this head dim parts take as long as columns of padding: of what 128 columns are estimated at 125 times in parts and
 #: 101 padded are 0.98, at 48.
@@ -227,6 +232,8 @@ def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | N
     if dense:
         shares = DENSE_SHARES[form]
         block *= shares.block[masked] * (shares.apart if problem.head_dim != problem.head_dim_v else 1.0)
+        if (problem.head_dim, problem.head_dim_v) == LATENT_DIMS:
+            block *= LATENT.get(form, 1.0)
         if config["RESCALE"] == "never":
             block *= shares.never[masked] * (1 + shares.wider * max(0.0, wide / 128 - 2))
         if config.get("NUMBERED") and not named_barriers_suit(problem.specialization, form):
@@ -304,7 +311,9 @@ def norms_us(problem: Problem) -> float:
 
 
 def named_barriers_suit(spec: Specialization, form: TileForm) -> bool:
-    """Whether a form is as fast or faster where K and V are released at named barriers: NUMBERED_DIMS."""
+    """Whether a form is as fast or faster where K and V are released at named barriers: NUMBERED_DIMS and LATENT_DIMS."""
+    if form == (128, 128, 0) and (spec.head_dim, spec.head_dim_v) == LATENT_DIMS:
+        return not spec.ragged
     above, up_to = NUMBERED_DIMS.get(form, (0, 0))
     unmasked = form != (128, 64, 0) or spec.mask == FULL.name
     return unmasked and above < max(spec.head_dim, spec.head_dim_v) <= up_to

@@ -65,7 +65,8 @@ def instead_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = Non
             found = tiles
     if (in_shares := shares_schedule.best(problem, gpu)) is not None:
         time, shares = in_shares
-        whole = few_tiles.expected_us(problem, config, gpu.sm_count) if found is None else None
+        known = found is None or shares_schedule.in_uneven_parts(problem, found, gpu)
+        whole = few_tiles.expected_us(problem, config, gpu.sm_count) if known else None
         if time < (1 - shares_schedule.MARGIN) * (whole or served_us(problem, config, gpu, row, found)):
             found = shares  # by the constants of whole tiles, so next to those where they are known
     return found

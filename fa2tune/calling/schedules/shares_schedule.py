@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fa2tune.calling.schedules import few_tiles, key_splits_schedule
 from fa2tune.compiling.support import companion_space
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import kernels
+from fa2tune.launching import key_splits
 from fa2tune.search_spaces.sm90.fwd import SPACE, of_tiles
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization
@@ -116,8 +116,17 @@ def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
     return min(found, key=itemgetter(0))
 
 
+def in_uneven_parts(problem: Problem, found: Config, gpu: Gpu) -> bool:
+    """Whether a config has keys in parts under a mask, in more parts than multiprocessors. Parts of one tile are on the same
+    multiprocessors as those of its neighbours, so it takes about as long as whole tiles: 182 us of 1 x 1 heads, 16384 queries,
+    128, where whole tiles took 170, and ``key_splits_schedule.split_us`` says 116."""
+    parts = key_splits.parts_of(found)
+    programs = parts * problem.query_tiles(found["BLOCK_M"]) * problem.heads_q
+    return problem.mask != FULL and parts > 1 and programs > gpu.sm_count
+
+
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What ``key_splits.kernels`` gives, of a call of any heads and lengths."""
     if not problem.tma or (form := _form(problem.specialization, arch)) is None:
         return []
-    return kernels(problem, form.config, arch)
+    return key_splits.kernels(problem, form.config, arch)
