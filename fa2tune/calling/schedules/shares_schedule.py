@@ -18,7 +18,7 @@ from fa2tune.launching import key_splits
 from fa2tune.search_spaces.sm90.fwd import SPACE, of_tiles
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization
-from fa2tune.spec.roles import FWD_SHARES
+from fa2tune.spec.roles import FWD_SHARES, FWD_SPLIT
 from fa2tune.spec.variant import Variant
 
 #: Microseconds of the launch that puts parts together, as that of keys in even parts has it.
@@ -117,12 +117,14 @@ def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
 
 
 def in_uneven_parts(problem: Problem, found: Config, gpu: Gpu) -> bool:
-    """Whether a config has keys in parts under a mask, in more parts than multiprocessors. Parts of one tile are on the same
-    multiprocessors as those of its neighbours, so it takes about as long as whole tiles: 182 us of 1 x 1 heads, 16384 queries,
-    128, where whole tiles took 170, and ``key_splits_schedule.split_us`` says 116."""
-    parts = key_splits.parts_of(found)
-    programs = parts * problem.query_tiles(found["BLOCK_M"]) * problem.heads_q
-    return problem.mask != FULL and parts > 1 and programs > gpu.sm_count
+    """Whether a config has the keys of uneven tiles in parts, in more parts than multiprocessors. Parts of one tile are on the
+    same multiprocessors as those of its neighbours, so it takes about as long as whole tiles: 182 us of 1 x 1 heads, 16384
+    queries, 128, where whole tiles took 170, and ``key_splits_schedule.split_us`` says 116."""
+    alike = problem.mask == FULL or problem.seqlen_k >= key_splits_schedule.HOPPER_KEYS * problem.seqlen_q
+    if alike or key_splits.role_of(found) != FWD_SPLIT:
+        return False
+    tiles = problem.query_tiles(found["BLOCK_M"]) * problem.heads_q
+    return key_splits.parts_of(found) * tiles > gpu.sm_count
 
 
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
