@@ -353,9 +353,9 @@ def main(records: tuple[Path, ...], listed: bool, every: int | None, dims: tuple
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
-    if (near_by is not None) + splits + shares + wide > 1:
+    if (near_by is not None) + splits + shares + wide + bool(texts) > 1:
         raise click.UsageError(
-            "--near, --splits, --shares, --wide: each has forms of its own; got more than one of them"
+            "--near, --splits, --shares, --wide, --call: each has forms of its own; got more than one of them"
         )
     wanted = dict(
         list((calls(records, every, wide, dims, unmasked) | grid(grids) | drawn(seeds) | named(texts)).items())[share]

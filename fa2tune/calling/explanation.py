@@ -18,13 +18,7 @@ from fa2tune.calling.schedules import (
 from fa2tune.calling.schedules.fused_schedule import IN_ORDER_FORM
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import (
-    has_longer_blocks,
-    is_grouped,
-    is_in_shares,
-    is_one_tile,
-    role_in_place,
-)
+from fa2tune.launching.key_splits import has_longer_blocks, is_grouped, is_in_shares, is_one_tile, role_in_place
 from fa2tune.launching.merged_heads import merged
 from fa2tune.rows import lookup
 from fa2tune.rows.describe import PASSES

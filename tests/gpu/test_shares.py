@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hopper_cases import VIEWS, as_they_are
-from public_calls import check_public_call
+from hopper_cases import as_they_are
+from in_place_checks import check_public_call, check_strides_and_scales
 
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference, verify
@@ -70,12 +70,7 @@ def test_rows_without_a_key():
 
 @pytest.mark.parametrize("dims", [(192, 192), (256, 256)], ids=str)
 def test_strides_and_scales(dims):
-    asked = Problem("bf16", 3, 8, 2, 137, 1549, *dims, FULL)
-    for view in VIEWS:
-        checked(asked, view=view)
-    for scale in (-0.1, 0.0):
-        checked(asked, scale=scale)
-    checked(asked, scale=1.0, outlier=True)
+    check_strides_and_scales(checked, Problem("bf16", 3, 8, 2, 137, 1549, *dims, FULL))
 
 
 def test_a_public_call_with_gradients_and_a_graph():

@@ -1,10 +1,23 @@
-"""One check of a public call by a kernel that runs in place of the tuned forward."""
+"""Checks of kernels that run in place of the tuned forward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from hopper_cases import VIEWS
 
 import fa2tune
+from fa2tune.spec.problem import Problem
+
+
+def check_strides_and_scales(checked: Callable[..., object], asked: Problem) -> None:
+    """``checked``: of a problem, with a view of its tensors, a scale, or an outlier."""
+    for view in VIEWS:
+        checked(asked, view=view)
+    for scale in (-0.1, 0.0):
+        checked(asked, scale=scale)
+    checked(asked, scale=1.0, outlier=True)
 
 
 def check_public_call(shape: tuple[int, int, int, int], forward: str) -> None:
