@@ -1,5 +1,5 @@
 """The plan of a backward by its choices: query groups in parts, keys of dQ in parts, both kernels of a split one at a time, or
-kernels of its own for all of it (one for few keys; those with dS in memory), where that is expected to be faster."""
+kernels of its own for all of it (for few keys; by tiles of queries; with dS in memory), where that is expected to be faster."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from fa2tune.calling.refusals import cannot_be_had
 from fa2tune.calling.schedules import (
     group_parts_schedule,
     one_tile_schedule,
+    query_tiles_schedule,
     split_backward_schedule,
     stored_ds_schedule,
 )
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
-from fa2tune.launching import one_key_tile, stored_ds
+from fa2tune.launching import one_key_tile, query_tiles, stored_ds
 from fa2tune.launching.one_key_tile import OneTilePlan
 from fa2tune.launching.overlapped import DQ
 from fa2tune.launching.passes import BackwardPlan
+from fa2tune.launching.query_tiles import QueryTilesPlan
 from fa2tune.launching.stored_ds import StoredDsPlan
 from fa2tune.launching.whole_backward import WholePlan
 from fa2tune.logs import warn_once
 from fa2tune.spec.problem import BACKWARD, Config, Problem
-from fa2tune.spec.roles import BWD_ONE_TILE, BWD_STORED_DS
+from fa2tune.spec.roles import BWD_ONE_TILE, BWD_QUERY_TILES, BWD_STORED_DS
 from fa2tune.spec.variant import Variant
 
 #: Where the kernels that split keys of dQ, or those that make all of a backward, did not compile or load, or there was
@@ -60,16 +62,49 @@ def division(problem: Problem, choices: Mapping[str, Choice], gpu: Gpu) -> Divis
     return found._replace(order=split_backward_schedule.order_of(problem, choices, found.parts, gpu))
 
 
+class Kind(NamedTuple):
+    """Of kernels that make all of a backward in place of a strategy's."""
+
+    what: str  #: in a few words
+    step: str  #: how such a backward is served, for counting
+    #: (problem, choices, parts, order, gpu) -> a config, None: they are not expected to be faster
+    config_of: Callable[[Problem, Mapping[str, Choice], Mapping[str, int], str, Gpu], Config | None]
+    estimated_us: Callable[[Problem, Config, Gpu], float]
+    about: Callable[[Problem, Config, int], str]  #: in one sentence
+    kernels: Callable[[Problem, Config, int], list[tuple[Variant, Config, Problem]]]
+    plan: type[WholePlan]
+
+
+#: By the role of the first kernel. The first one that is expected to be faster serves.
+KINDS: dict[str, Kind] = {
+    BWD_QUERY_TILES: Kind(
+        "tiles of queries", "schedule model, tiles of queries", query_tiles_schedule.config_of,
+        query_tiles_schedule.query_tiles_us, query_tiles_schedule.about, query_tiles.kernels, QueryTilesPlan,
+    ),
+    BWD_ONE_TILE: Kind(
+        "all of it by one kernel", "schedule model, one key tile", one_tile_schedule.config_of, one_tile_schedule.one_tile_us,
+        one_tile_schedule.about, one_key_tile.kernels, OneTilePlan,
+    ),
+    BWD_STORED_DS: Kind(
+        "dS in memory", "schedule model, dS in memory", stored_ds_schedule.config_of, stored_ds_schedule.stored_us,
+        stored_ds_schedule.about, stored_ds.kernels, StoredDsPlan,
+    ),
+}  # fmt: skip
+
+
 class Whole(NamedTuple):
     """What makes all of a backward in place of its choices."""
 
-    role: str  #: BWD_ONE_TILE or BWD_STORED_DS
+    role: str  #: of KINDS
     config: Config
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.role]
 
     def kernels(self, problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
         """What runs, each once, in order, with its config and a problem whose specialization it is compiled for."""
-        of = one_key_tile if self.role == BWD_ONE_TILE else stored_ds
-        return of.kernels(problem, self.config, arch)
+        return self.kind.kernels(problem, self.config, arch)
 
     def place(self, problem: Problem, gpu: Gpu) -> tuple[object, ...]:
         """In _REFUSED."""
@@ -81,8 +116,8 @@ def whole(
 ) -> tuple[Whole | None, str]:  # fmt: skip
     """What is to make all of a backward in place of ``choices``, whose work is ``divided``, None: nothing is; and why it could
     not be had before in this process, "": it was not refused."""
-    for role, of in ((BWD_ONE_TILE, one_tile_schedule), (BWD_STORED_DS, stored_ds_schedule)):
-        config = of.config_of(problem, choices, divided.parts, divided.order, gpu)
+    for role, kind in KINDS.items():
+        config = kind.config_of(problem, choices, divided.parts, divided.order, gpu)
         if config is not None:
             found = Whole(role, config)
             return found, _REFUSED.get(found.place(problem, gpu), "")
@@ -115,9 +150,8 @@ def backward_plan(
     divided = division(problem, choices, gpu)
     found, refused = whole(problem, choices, divided, gpu)
     if found is not None and not refused:
-        make = OneTilePlan if found.role == BWD_ONE_TILE else StoredDsPlan
         try:
-            made = make(problem, **given, config=found.config)
+            made = found.kind.plan(problem, **given, config=found.config)
             if isinstance(made, StoredDsPlan):
                 made.without = without(problem, strategy, choices, divided, given["softmax_scale"])
             return made

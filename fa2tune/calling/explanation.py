@@ -9,12 +9,8 @@ from typing import Any
 
 from fa2tune.calling import defaults
 from fa2tune.calling.advice import NOTHING_TO_DO, install_command, refresh_command
-from fa2tune.calling.schedules import (
-    in_place_schedule,
-    one_tile_schedule,
-    split_backward_schedule,
-    stored_ds_schedule,
-)
+from fa2tune.calling.backward_plans import Whole
+from fa2tune.calling.schedules import in_place_schedule, split_backward_schedule
 from fa2tune.calling.schedules.fused_schedule import IN_ORDER_FORM
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
@@ -26,6 +22,7 @@ from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, Row, over_portable
 from fa2tune.spec.key import BANDED_FAMILY, RAGGED_FAMILY, TuningKey
 from fa2tune.spec.mask import FULL, Mask
 from fa2tune.spec.problem import BACKWARD, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Problem
+from fa2tune.spec.roles import BWD_ONE_TILE, BWD_QUERY_TILES, BWD_STORED_DS
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 #: How a kernel is served, best first. "tuned": by a row measured on this GPU for this problem, fresh; "estimated": by a config
@@ -75,9 +72,7 @@ class Served:
     #: and runs in place of the row's, if any
     split: Config | None = None
     unsplit: str = ""  #: why it does not although that is expected to be faster
-    one_tile: Config | None = None  #: of the kernel that makes all of a backward in place of the rows' ones, of "bwd"
-    #: Of the kernel that writes dS, of which dQ is made, in place of the rows' ones, of "bwd".
-    stored_ds: Config | None = None
+    whole: Whole | None = None  #: what makes all of a backward in place of the rows' kernels, of "bwd"
     #: config of the kernel that could not be had
     unsplit_of: Config | None = None
     few_tiles: bool = False  #: whether the row's kernel has the schedule model's config for few tiles, or would have it
@@ -96,7 +91,7 @@ class Served:
     @property
     def _replaced(self) -> bool:
         """Whether other kernels run than the rows' ones."""
-        return any(config is not None for config in (self.split, self.one_tile, self.stored_ds))
+        return self.split is not None or self.whole is not None
 
     @property
     def grouped(self) -> bool:
@@ -176,10 +171,8 @@ class Served:
         what = self.form or "few tiles"
         if self.split is not None:
             what = in_place_schedule.words(self.split).what
-        elif self.one_tile is not None:
-            what = "all of it by one kernel"
-        elif self.stored_ds is not None:
-            what = "dS in memory"
+        elif self.whole is not None:
+            what = self.whole.kind.what
         if self.form == IN_ORDER_FORM:
             return f"{what}; calls in any order: {self._of_row}"
         if self.row is None:
@@ -379,10 +372,8 @@ class Explanation:
         ]
         for one in self.kernels:
             problem = self._posed(one)
-            if one.one_tile is not None:
-                said.append(one_tile_schedule.about(problem, one.one_tile, self.gpu.arch))
-            elif one.stored_ds is not None:
-                said.append(stored_ds_schedule.about(problem, one.stored_ds, self.gpu.arch))
+            if one.whole is not None:
+                said.append(one.whole.kind.about(problem, one.whole.config, self.gpu.arch))
             elif one.unsplit and one.kernel == BACKWARD:
                 what = "dS in memory" if "SLICES" in (one.unsplit_of or {}) else "one kernel for all of it"
                 said.append(f"bwd: {what} is expected to be faster, but {one.unsplit}.")
@@ -427,7 +418,8 @@ def _as_dict(served: Served) -> dict[str, Any]:
     answer, facts = served.answer, _of_row(served)
     nothing: dict[str, Any] = dict.fromkeys(facts)
     otherwise = {**facts, "config": dict(served.otherwise or {})}
-    one_tile = served.split if served.all_keys else served.one_tile
+    whole = {} if served.whole is None else {served.whole.role: dict(served.whole.config)}
+    one_tile = dict(served.split or {}) if served.all_keys else whole.get(BWD_ONE_TILE)
     return {
         "kernel": served.kernel, "status": served.status, "evidence": served.evidence,
         "step": answer.step if answer else None, "file": str(served.file) if answer else None,
@@ -448,8 +440,7 @@ def _as_dict(served: Served) -> dict[str, Any]:
         "longer_blocks": dict(served.split or {}) if served.longer_blocks else None,
         "shares": dict(served.split or {}) if served.in_shares else None,
         "grouped": dict(served.split or {}) if served.grouped else None, "unsplit": served.unsplit or None,
-        "one_tile": dict(one_tile) if one_tile is not None else None,
-        "stored_ds": dict(served.stored_ds) if served.stored_ds is not None else None,
+        "one_tile": one_tile, "query_tiles": whole.get(BWD_QUERY_TILES), "stored_ds": whole.get(BWD_STORED_DS),
         "parts": served.parts, "copied": list(served.copied), "filled_in": served.filled_in,
         "merged": served.merged,
         "form": served.form or None, "order": served.order or None,

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from fa2tune.calling import copies
+from fa2tune.calling import backward_plans, copies
 from fa2tune.calling.refusals import cannot_be_had
 from fa2tune.calling.schedules import in_place_schedule, packed_splits_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import binary_config
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import SplitPlan, role_in_place, splitting
-from fa2tune.launching.one_key_tile import OneTilePlan
 from fa2tune.launching.passes import BackwardPlan, ForwardPlan
-from fa2tune.launching.stored_ds import StoredDsPlan
+from fa2tune.launching.whole_backward import WholePlan
 from fa2tune.logs import warn_once
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.roles import FWD_80_KEYS, FWD_GROUPED, FWD_ONE_TILE, FWD_SHARES
@@ -25,14 +24,12 @@ from fa2tune.spec.roles import FWD_80_KEYS, FWD_GROUPED, FWD_ONE_TILE, FWD_SHARE
 KEYS_SPLIT = "schedule model, keys split"
 #: And one whose tiles have the query heads of a key head as rows.
 GROUPED = "schedule model, tiles of several heads"
-#: And a forward whose tiles have all keys of a key head, or a backward of few keys by one kernel.
+#: And a forward whose tiles have all keys of a key head.
 ONE_TILE = "schedule model, one key tile"
 #: And a forward in blocks of 80 keys.
 LONGER_BLOCKS = "schedule model, blocks of 80 keys"
 #: And a forward whose programs have equal shares of key blocks.
 SHARES = "schedule model, equal shares of key blocks"
-#: And one whose dS goes through memory.
-STORED_DS = "schedule model, dS in memory"
 #: By ``key_splits.role_in_place``.
 _HOW = {
     None: KEYS_SPLIT,
@@ -85,10 +82,8 @@ def steps(plan: Any, choices: Mapping[str, Choice]) -> list[str]:
     made = plan.plan if isinstance(plan, copies.Copying) else plan
     if isinstance(made, SplitPlan):
         return [how(made.config)]
-    if isinstance(made, OneTilePlan):
-        return [ONE_TILE]
-    if isinstance(made, StoredDsPlan):
-        return [STORED_DS]
+    if isinstance(made, WholePlan):
+        return [next(kind.step for kind in backward_plans.KINDS.values() if isinstance(made, kind.plan))]
     at_a_time = AT_A_TIME if isinstance(made, BackwardPlan) and made.order else ""
     return [choice.step + at_a_time for choice in choices.values()]
 

@@ -21,7 +21,6 @@ from fa2tune.calling.schedules import (
     in_place_schedule,
     key_splits_schedule,
     one_tile_schedule,
-    stored_ds_schedule,
 )
 from fa2tune.launching import merged_heads
 from fa2tune.launching.key_splits import SplitPlan
@@ -31,7 +30,6 @@ from fa2tune.launching.stored_ds import StoredDsPlan
 from fa2tune.launching.whole_backward import WholePlan
 from fa2tune.spec.mask import STACKED
 from fa2tune.spec.problem import BACKWARD, HEADS_FIRST, QUERIES_FIRST, Problem
-from fa2tune.spec.roles import BWD_ONE_TILE
 
 #: One head must be predicted to be faster by this share, and by so many microseconds more where lse's rows have to be put in
 #: another order before.
@@ -86,8 +84,7 @@ def backward_us(chooser: Chooser, deterministic: bool) -> float | None:
     divided = backward_plans.division(problem, choices, gpu)
     whole, refused = backward_plans.whole(problem, choices, divided, gpu)
     if whole is not None and not refused:
-        estimated = one_tile_schedule.one_tile_us if whole.role == BWD_ONE_TILE else stored_ds_schedule.stored_us
-        return estimated(problem, whole.config, gpu)
+        return whole.kind.estimated_us(problem, whole.config, gpu)
     if any(choice.config.get("IN_ORDER") for choice in choices.values()):  # what waits in turn is not estimated
         return None
     return one_tile_schedule.otherwise_us(problem, choices, divided.parts, divided.order, gpu)

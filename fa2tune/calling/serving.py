@@ -42,7 +42,6 @@ from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.key import TuningKey, unmeasured
 from fa2tune.spec.mask import Mask, Window, mask_of
 from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
-from fa2tune.spec.roles import BWD_ONE_TILE
 from fa2tune.spec.score import Score, score_of
 from fa2tune.spec.variant import Variant, implementation_of
 
@@ -126,12 +125,9 @@ def _with_whole(whole: Served, problem: Problem, one: Whole, refused: str, gpu: 
     found = _Runs(one.kernels(problem, gpu.arch), gpu)
     if why := refused or found.lacking:
         return replace(whole, unsplit=why, unsplit_of=one.config)
-    served = replace(
-        whole, config=one.config, otherwise=whole.config, runs=found.configs, binaries=found.binaries
-    )  # fmt: skip
-    if one.role == BWD_ONE_TILE:
-        return replace(served, one_tile=one.config)
-    return replace(served, stored_ds=one.config)
+    return replace(
+        whole, config=one.config, otherwise=whole.config, runs=found.configs, binaries=found.binaries, whole=one
+    )
 
 
 def _with_keys_split(one: Served, in_parts: _Runs, why: str, order: str) -> Served:

@@ -166,10 +166,8 @@ def _ladder(served: Served, here: Toolchain, strategy: str) -> Iterator[str]:
         by = BY_FORM if served.form else BY_FEW_TILES
         if served.split is not None:
             by = forward_plans.how(served.split)
-        elif served.one_tile is not None:
-            by = forward_plans.ONE_TILE
-        elif served.stored_ds is not None:
-            by = forward_plans.STORED_DS
+        elif served.whole is not None:
+            by = served.whole.kind.step
         yield f"{served.kernel}: {by}"
         for kernel, config in (served.runs or {}).items():
             yield f"  runs      {kernel}: {', '.join(f'{name} {value}' for name, value in config.items())}"

@@ -31,6 +31,7 @@ from fa2tune.calling.schedules import (
     packed_schedule,
     packed_splits_schedule,
     query_parts_schedule,
+    query_tiles_schedule,
     split_backward_schedule,
     stored_ds_schedule,
     turns_schedule,
@@ -163,6 +164,7 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
         yield from group_parts.helpers(problem, arch)
     if kernel in (overlapped.DQ, passes.ACCUMULATES_DQ):
         yield from one_tile_schedule.all_kernels(problem, arch)
+        yield from query_tiles_schedule.all_kernels(problem, arch)
     if kernel == overlapped.DQ:
         yield from split_backward_schedule.all_kernels(problem, choice, arch)
     if kernel == overlapped.DKDV:

@@ -14,12 +14,11 @@ import torch
 
 from fa2tune.compiling.registry import space_file
 from fa2tune.compiling.support import companion, companion_most, companion_path
-from fa2tune.launching import group_parts, launch
+from fa2tune.launching import group_parts
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.group_parts import Bound
-from fa2tune.launching.launch import InterpretedChain, Strides, TensorPlace, bind, chain, form, strides_of
-from fa2tune.launching.passes import placed
-from fa2tune.launching.whole_backward import WholePlan
+from fa2tune.launching.launch import InterpretedChain, Strides
+from fa2tune.launching.whole_backward import WholePlan, in_one_block
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.roles import BWD_GATHER, BWD_ONE_TILE
 from fa2tune.spec.variant import Variant, Workspaces
@@ -82,23 +81,7 @@ def bound(
     problem: Problem, tensors: Mapping[str, torch.Tensor], softmax_scale: float, config: Config, device_index: int
 ) -> tuple[Chain | InterpretedChain, list[torch.Tensor]]:
     """As ``WholePlan.bound``, with memory for the parts."""
-    arch = launch.arch_of(device_index) if device_index >= 0 else 0
-    strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
-    parts, size = placed(workspaces(problem, config), tensors["q"].dtype, 0)
-    places: dict[str, TensorPlace] = {**{name: index for index, name in enumerate(tensors)}, **parts}
-    made = []
-    for one in launches(problem, config, strides, arch):
-        memory = form(one.variant, one.problem.specialization, one.config).passed
-        wanted = {name: one.renamed.get(tensor, tensor) for name, tensor in memory.items()}
-        names = tuple(name for name, tensor in wanted.items() if tensor in places)
-        shaped = {name: parts[new] for name, new in one.renamed.items()}
-        launched = bind(
-            one.variant, one.problem, one.config, one.strides, softmax_scale, names, device_index, {**parts, **shaped},
-            one.scalars,
-        )  # fmt: skip
-        made.append((launched, [places[wanted[name]] for name in names]))
-    block = [torch.empty(size, dtype=torch.uint8, device="meta")] if size else []
-    return chain(made, device_index), block
+    return in_one_block(launches, workspaces(problem, config), problem, tensors, softmax_scale, config, device_index)
 
 
 class OneTilePlan(WholePlan):

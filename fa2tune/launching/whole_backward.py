@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from fa2tune.launching import launch
 from fa2tune.launching.cuda import Chain
-from fa2tune.launching.launch import InterpretedChain
-from fa2tune.launching.passes import Fresh, empty_ordered, without_memory
+from fa2tune.launching.group_parts import Bound
+from fa2tune.launching.launch import InterpretedChain, Strides, TensorPlace, bind, chain, form, strides_of
+from fa2tune.launching.passes import Fresh, empty_ordered, placed, without_memory
 from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.variant import Workspaces
+
+
+def in_one_block(
+    launches: Callable[[Problem, Config, Strides, int], Iterable[Bound]], spaces: Workspaces, problem: Problem,
+    tensors: Mapping[str, torch.Tensor], softmax_scale: float, config: Config, device_index: int,
+) -> tuple[Chain | InterpretedChain, list[torch.Tensor]]:  # fmt: skip
+    """As ``WholePlan.bound``: ``launches`` of (problem, config, strides, architecture), in order, whose workspaces lie in one
+    block of memory."""
+    arch = launch.arch_of(device_index) if device_index >= 0 else 0
+    strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
+    parts, size = placed(spaces, tensors["q"].dtype, 0)
+    places: dict[str, TensorPlace] = {**{name: index for index, name in enumerate(tensors)}, **parts}
+    made = []
+    for one in launches(problem, config, strides, arch):
+        memory = form(one.variant, one.problem.specialization, one.config).passed
+        wanted = {name: one.renamed.get(tensor, tensor) for name, tensor in memory.items()}
+        names = tuple(name for name, tensor in wanted.items() if tensor in places)
+        shaped = {name: parts[new] for name, new in one.renamed.items()}
+        launched = bind(
+            one.variant, one.problem, one.config, one.strides, softmax_scale, names, device_index, {**parts, **shaped},
+            one.scalars,
+        )  # fmt: skip
+        made.append((launched, [places[wanted[name]] for name in names]))
+    block = [torch.empty(size, dtype=torch.uint8, device="meta")] if size else []
+    return chain(made, device_index), block
 
 
 class WholePlan(ABC):

@@ -32,6 +32,7 @@ BWD_GATHER = "bwd_gather"
 BWD_DQ_SPLIT = "bwd_dq_split"
 BWD_DQ_COMBINE = "bwd_dq_combine"
 BWD_ONE_TILE = "bwd_one_tile"
+BWD_QUERY_TILES = "bwd_query_tiles"
 BWD_STORED_DS = "bwd_stored_ds"
 
 
@@ -137,6 +138,13 @@ ROLES = {
             "halves_of": ("spec",),
             "can_take_turns": ("spec",),
         },
+    ),
+    BWD_QUERY_TILES: Role(
+        "a whole backward whose programs have a tile of BLOCK_M queries each and a part of SPLITS of the keys; of several tiles a "
+        "key head bwd_gather runs after, of several parts bwd_dq_combine",
+        ("q", "k", "v", "o", "do", "lse", "dq", "dq_parts", "dk", "dv"),
+        ("BLOCK_M", "BLOCK_N", "SPLITS"),
+        {"fits": _ASKED, "rows_of": ("spec",), "config_of": ("spec", "rows", "splits"), "at_once": ("spec", "config")},
     ),
     BWD_STORED_DS: Role(
         "dK, dV and, in memory, dS transposed, in whole blocks of 64 x 64; the kernel after it makes dQ of dS",

@@ -177,7 +177,7 @@ def store_sums(acc, peak, total, first, inside, place, sums, call, HEAD_DIM_V: g
 
 @gluon.jit
 def store_parts_of_rows(acc, o, stride, inside, HEAD_DIM_V: gl.constexpr):
-    """Accumulators [ROWS, columns] of both parts of columns behind ``o``, whose rows are ``stride`` elements apart, of which
+    """Accumulators [rows, columns] of both parts of columns behind ``o``, whose rows are ``stride`` elements apart, of which
     ``inside`` are there."""
     store_columns(acc[0], o, stride, inside, 0, HEAD_DIM_V)
     if len(acc) > 1:
@@ -187,9 +187,9 @@ def store_parts_of_rows(acc, o, stride, inside, HEAD_DIM_V: gl.constexpr):
 
 @gluon.jit
 def store_columns(acc, o, stride, inside, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr):
-    """acc [ROWS, columns], the columns from FIRST on, in o's dtype behind ``o``, whose rows are ``stride`` elements apart."""
+    """acc [rows, columns], the columns from FIRST on, in o's dtype behind ``o``, whose rows are ``stride`` elements apart."""
     WIDTH: gl.constexpr = acc.shape[1]
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))
+    r = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
     d = FIRST + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, acc.type.layout))
     mask = (r < inside)[:, None]
     if FIRST + WIDTH > HEAD_DIM_V:

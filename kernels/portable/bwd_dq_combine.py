@@ -9,13 +9,21 @@ from fa2tune.search_spaces.portable.bwd_dq_combine import SPACE
 from fa2tune.spec.variant import Variant
 
 
+_START_NEXT = tl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
+_PARTS_ARE_WRITTEN = tl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
+
+
 @triton.jit
 def bwd_dq_combine_kernel(
     dq_parts, dq, softmax_scale, stride_dqb, stride_dqh, stride_dqm, batch, heads_q, seqlen_q, SPLITS,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """dq_parts [SPLITS, B, Hq, Sq, D] float32 -> dq [B, Hq, Sq, D]. A program has BLOCK_R rows, and BLOCK_S of their parts at
-    once."""
+    once. EARLY: it may have started before the parts are written, and the next kernel may start before it has ended."""
+    if EARLY:
+        tl.inline_asm_elementwise(_START_NEXT, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(_PARTS_ARE_WRITTEN, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
     all_rows = (batch * heads_q).to(tl.int64) * seqlen_q
     own = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # [R]
     inside = own < all_rows
@@ -47,4 +55,5 @@ VARIANT = Variant(
     grid=lambda problem, config, _sm_count, _early: triton.cdiv(
         problem.batch * problem.heads_q * problem.seqlen_q, config["BLOCK_R"]
     ),
+    early=lambda _problem, config, _sm_count: bool(config["EARLY"]),
 )

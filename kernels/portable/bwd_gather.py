@@ -9,6 +9,7 @@ from fa2tune.kernels.lib.common import head_base, load_tile, store_tile
 from fa2tune.search_spaces.portable.bwd_gather import SPACE
 from fa2tune.spec.variant import Variant
 
+_PARTS_ARE_WRITTEN = tl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 #: Parts whose loads are under way at once, and one more: a call of few tiles waits for memory again and again.
 STAGES = tl.constexpr(8)
 
@@ -33,10 +34,13 @@ def _sum(
 def bwd_gather_kernel(
     dk_parts, dv_parts, dk, dv, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, heads_kv, parts,
     seqlen_k, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dk_parts, dv_parts [B, Hkv * parts, Sk, D / DV], contiguous -> dk, dv [B, Hkv, Sk, D / DV]: head h is the sum of the
-    heads h * parts to h * parts + parts - 1. Every other program has a tile of dv."""
+    heads h * parts to h * parts + parts - 1. Every other program has a tile of dv. EARLY: it may have started before the parts
+    are written."""
+    if EARLY:
+        tl.inline_asm_elementwise(_PARTS_ARE_WRITTEN, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
     tiles = tl.cdiv(seqlen_k, BLOCK_N)
     tile = tl.program_id(0) // 2
     head = tile // tiles
@@ -73,4 +77,5 @@ VARIANT = Variant(
     grid=lambda problem, config, _sm_count, _early: (
         2 * triton.cdiv(problem.seqlen_k, config["BLOCK_N"]) * problem.batch * problem.heads_kv
     ),
+    early=lambda _problem, config, _sm_count: bool(config["EARLY"]),
 )

@@ -1,4 +1,4 @@
-"""kernels/portable/bwd_dq_combine.py is bound by memory: a single point."""
+"""kernels/portable/bwd_dq_combine.py is bound by memory: its tile is fixed."""
 
 from fa2tune.spec.variant import SearchSpace
 
@@ -7,7 +7,16 @@ ROWS, PARTS = 2, 8
 
 SPACE = SearchSpace(
     name="bwd_dq_combine",
-    dimensions={"BLOCK_R": (ROWS,), "BLOCK_S": (PARTS,), "num_warps": (4,), "num_stages": (1,), "maxnreg": (0,)},
+    dimensions={
+        "BLOCK_R": (ROWS,),
+        "BLOCK_S": (PARTS,),
+        "EARLY": (False, True),  # starts before the parts are written, and waits for them
+        "num_warps": (4,),
+        "num_stages": (1,),
+        "maxnreg": (0,),
+    },
     constraints=(),
-    default=lambda spec, arch: {"BLOCK_R": ROWS, "BLOCK_S": PARTS, "num_warps": 4, "num_stages": 1, "maxnreg": 0},
-)
+    default=lambda spec, arch: {
+        "BLOCK_R": ROWS, "BLOCK_S": PARTS, "EARLY": False, "num_warps": 4, "num_stages": 1, "maxnreg": 0,
+    },
+)  # fmt: skip

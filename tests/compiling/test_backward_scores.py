@@ -60,6 +60,7 @@ CASES = [
     *(Case(kernel, dim, "causal") for kernel in ("bwd_dq", "bwd_dkdv") for dim in (64, 128, 256)),
     Case("bwd_dq", 128, "band"), Case("bwd_dkdv", 128, "full", extent=RAGGED),
     Case("bwd_dkdv_ds", 256, "causal"), Case("bwd_dq_split", 256, "causal"), Case("bwd_one_tile", 64, "causal"),
+    Case("bwd_query_tiles", 128, "causal"),
 ]  # fmt: skip
 
 

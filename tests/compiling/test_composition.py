@@ -55,7 +55,7 @@ FUSED_HOPPER = {"sm90/bwd_fused", "sm90/bwd_prepare_overlapped"}
 FUSED_AMPERE = {"sm80/bwd_fused", "sm80/bwd_ordered"}
 #: Backwards that ask a score term's hooks.
 SCORED_HOPPER = {
-    f"sm90/bwd_{name}" for name in ("fused", "dq", "dq_split", "dkdv", "dkdv_ds", "one_tile")
+    f"sm90/bwd_{name}" for name in ("fused", "dq", "dq_split", "dkdv", "dkdv_ds", "one_tile", "query_tiles")
 }  # fmt: skip
 HOPPER = {
     "sm90/fwd",
@@ -68,6 +68,7 @@ HOPPER = {
     "sm90/bwd_dkdv",
     "sm90/bwd_dkdv_ds",
     "sm90/bwd_one_tile",
+    "sm90/bwd_query_tiles",
 }
 #: Those that no edit below reaches but by their neighbours.
 HELPERS = {
@@ -94,8 +95,8 @@ def test_kernels_that_are_listed_are_there() -> None:
         ("kernels.masks.band", "left=True, right=True", "left=True, right=False",
          PORTABLE | HOPPER | {"sm80/fwd", *FUSED_AMPERE}, {"band"}),
         ("kernels.masks.causal", "constant <= last[:, None]", "constant < last[:, None]",
-         {"sm90/fwd", "sm90/fwd_split", "sm90/fwd_grouped", "sm90/bwd_dq", "sm90/bwd_dq_split", "sm80/fwd",
-          *FUSED_AMPERE}, {"causal"}),
+         {"sm90/fwd", "sm90/fwd_split", "sm90/fwd_grouped", "sm90/bwd_dq", "sm90/bwd_dq_split",
+          "sm90/bwd_query_tiles", "sm80/fwd", *FUSED_AMPERE}, {"causal"}),
         ("kernels.masks.causal", "keys - offset - row", "keys - offset",
          {"sm90/bwd_fused", "sm90/bwd_dkdv", "sm90/bwd_dkdv_ds", "sm90/bwd_one_tile", *FUSED_AMPERE}, {"causal"}),
         # the hooks of no score term, and of one that rows are not measured with

@@ -12,6 +12,7 @@ from gpu_in_python import PythonGpu
 from test_computed_in_python import BACKWARDS, MASKS, PACKING, Call, check_backward, compare, inputs, wanted
 from test_dq_parts_in_python import backward as dq_in_parts
 from test_one_tile_in_python import OneTileGpu
+from test_query_tiles_in_python import QueryTilesGpu
 from test_stored_ds_in_python import StoredGpu
 from test_turns_in_python import TURNS
 
@@ -104,6 +105,14 @@ def test_one_key_tile(
     call = Call((lengths,), heads, dims, mask, batch=2, score=score)
     given, right = inputs(call, 0), wanted(call, inputs(call, 0))
     compare(OneTileGpu(monkeypatch).backward(call, given, right, settings), right)
+
+
+@TERMS
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+def test_query_tiles(monkeypatch: pytest.MonkeyPatch, mask: Mask, score: Score) -> None:
+    call = Call(((90, 150),), (4, 2), (128, 64), mask, batch=2, score=score)
+    given, right = inputs(call, 0), wanted(call, inputs(call, 0))
+    compare(QueryTilesGpu(monkeypatch).backward(call, given, right, 64, 2), right)
 
 
 @TERMS

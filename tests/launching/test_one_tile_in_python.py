@@ -12,7 +12,7 @@ from gpu_in_python import PythonGpu
 from test_computed_in_python import SCALE, Call, compare, gradient_of_lse, inputs, unset, wanted
 from test_grouped_in_python import within_nan
 
-from fa2tune.launching import one_key_tile, passes
+from fa2tune.launching import one_key_tile, passes, whole_backward
 from fa2tune.search_spaces.sm90 import bwd_one_tile
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 
@@ -22,7 +22,7 @@ class OneTileGpu(PythonGpu):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch, values=True)
-        self.count_launches_of(monkeypatch, one_key_tile)
+        self.count_launches_of(monkeypatch, whole_backward)
 
     def backward(
         self, call: Call, given: dict[str, torch.Tensor], right: dict[str, torch.Tensor], settings: dict[str, Any],
@@ -46,7 +46,7 @@ class OneTileGpu(PythonGpu):
         tensors |= {} if dlse is None else {"dlse": dlse}
         plan = type("Plan", (), {})()
         plan.chain, block = one_key_tile.bound(problem, tensors, scale, config, 0)
-        self.placed.append(one_key_tile.placed(one_key_tile.workspaces(problem, config), q.dtype, 0)[0])
+        self.placed.append(passes.placed(one_key_tile.workspaces(problem, config), q.dtype, 0)[0])
         assert bool(block) == (config["PARTS"] > 1)
         addresses = [self.place_values(name, tensor) for name, tensor in tensors.items()]
         self.run(plan, [*addresses, self.place_workspaces()] if block else addresses)

@@ -108,9 +108,10 @@ THIRD_STAGE, THIRD_STAGE_START = 0.92, 1.0
 NARROW_PART_DIMS, NARROW_PART = (128, 160), 1.2
 #: Of dense calls of so many keys or more whose head dims differ: a block of 128 rows and 64 keys where products read Q from
 #: shared memory, over one where registers hold it, with maxima; and with norms, where groups take no turns. With turns and
-#: norms both are level. 18 raced pairs: 1.04 to 1.20, 1.01 to 1.14, 0.98 to 1.02; of 80 keys 0.93
+#: norms both are level. 18 raced pairs: 1.04 to 1.20, 1.01 to 1.14, 0.98 to 1.02; of 289 and 314 keys 1.12 and 1.08, of 80
+#: 0.93. And a block of 128 keys with maxima where groups take no turns, as a row has it: one pair, 192 / 64
 #: (docs/experiments/few-tiles.md).
-KEPT_KEYS, Q_READ, Q_READ_NORMS = 512, 1.12, 1.07
+KEPT_KEYS, Q_READ, Q_READ_NORMS, Q_READ_128 = 256, 1.12, 1.07, 1.22
 #: Of dense calls of one head dim above the first and up to the second, by whether groups take turns and whether Q is kept in
 #: registers: a block of 128 rows and 64 keys over one with both, without a mask and under one. And with V in halves: a block of
 #: 128 keys, whatever a row's sectors, and a tile's start and end. Fitted to 50 calls (dense_forwards_halves.json.gz,
@@ -189,7 +190,11 @@ def q_read_cost(problem: Problem, config: Config) -> float:
     if not apart or problem.seqlen_k < KEPT_KEYS:
         return 1.0
     tiles = config["BLOCK_M"], config["BLOCK_N"], PROGRAMS[config["maxnreg"]]
-    if tiles != (128, 64, 1) or config["Q_IN_REGISTERS"]:
+    if config["Q_IN_REGISTERS"]:
+        return 1.0
+    if tiles == (128, 128, 1):
+        return 1.0 if config["PINGPONG"] or config["RESCALE"] == "never" else Q_READ_128
+    if tiles != (128, 64, 1):
         return 1.0
     if config["RESCALE"] == "never":
         return 1.0 if config["PINGPONG"] else Q_READ_NORMS

@@ -1,0 +1,138 @@
+"""Times backwards by tiles of queries: kernels/sm90/bwd_query_tiles.py with keys in several numbers of parts, beside what serves
+without it.
+
+    python benchmarks/ahead.py benchmarks/query_tiles.py --drawn HASH                     # first: every binary; no GPU
+    python benchmarks/query_tiles.py --drawn HASH --out query_tiles.json [--seconds 60]   # resumes from the file
+    python benchmarks/query_tiles.py --call "3 2 2 140 1317 192 192 causal" --out query_tiles.json
+    python benchmarks/query_tiles.py --table query_tiles.json                             # a file, as text, with estimates
+
+--drawn: backwards that benchmarks/random_calls.py draws by that seed, of up to MOST_QUERIES queries, of more than MOST_HEADS
+heads only those of up to FEW_QUERIES. --call: batch, heads of queries and of keys, lengths of queries and of keys, head dims of Q and
+of V, mask.
+Each result is compared with float32 arithmetic; a wrong one is an error. Each candidate is a CUDA graph; replays are
+interleaved; the file holds medians of seven bursts in microseconds a call. Needs a GPU of compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+import dense_forwards
+import side_by_side
+import torch
+import workloads
+from dense_backwards import posed
+from launch_choices import race
+from one_key_tile import forward
+
+from fa2tune import gpus
+from fa2tune.calling import backward_plans, choosing, dispatch
+from fa2tune.calling.schedules import query_tiles_schedule
+from fa2tune.gpus import Gpu
+from fa2tune.launching import passes, query_tiles
+from fa2tune.spec.problem import Config, Problem
+
+SERVED = "served"
+BURST_MS = 2.0
+#: Queries of a drawn call at most; those of more than FEW_QUERIES, which are a tile, have up to MOST_HEADS heads.
+MOST_QUERIES, FEW_QUERIES, MOST_HEADS = 512, 128, 132
+#: Programs, in turns of as many as there are multiprocessors.
+TURNS = (0.5, 1, 2, 4)
+
+
+def wanted(problem: Problem, arch: int) -> bool:
+    """Whether a drawn call is timed."""
+    most = MOST_QUERIES if problem.batch * problem.heads_q <= MOST_HEADS else FEW_QUERIES
+    return problem.seqlen_q <= most and query_tiles.able(problem, arch)
+
+
+def candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
+    """Tiles of each size, keys in one part, and in as many as TURNS asks for."""
+    spec, space, found = problem.specialization, query_tiles.space_of(problem, gpu.arch), dict[str, Config]()
+    for rows in space.rows_of(spec):
+        whole = space.config_of(spec, rows, 1)
+        programs = query_tiles.tiles(problem, whole) * problem.batch * problem.heads_kv
+        most = query_tiles.most_splits(problem, whole, gpu.arch)
+        counts = {max(1, min(most, int(turns * gpu.sm_count) // programs)) for turns in TURNS}
+        found |= {f"{rows} rows, {count} parts": space.config_of(spec, rows, count) for count in sorted(counts | {1})}
+    return found
+
+
+def without(problem: Problem, gpu: Gpu, given: Mapping[str, Any]) -> Any:
+    """The plan of what serves without it."""
+    with mock.patch.object(query_tiles_schedule, "QUERY_TILES", False):
+        strategy, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
+        return backward_plans.backward_plan(problem, strategy, choices, gpu, given, True)
+
+
+def measured(problem: Problem) -> dict[str, float]:
+    """Candidate -> microseconds."""
+
+    def new(length: int, heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(problem.batch, length, heads, dim, device="cuda", dtype=torch.bfloat16)
+
+    q, do = (new(problem.seqlen_q, problem.heads_q, dim) for dim in (problem.head_dim, problem.head_dim_v))
+    k, v = (new(problem.seqlen_k, problem.heads_kv, dim) for dim in (problem.head_dim, problem.head_dim_v))
+    want, gpu = workloads.expected(problem, q, k, v, do), dispatch.gpu_of(0)
+    q, k, v, do = (one.transpose(1, 2) for one in (q, k, v, do))
+    scale = problem.head_dim**-0.5
+    o, lse = forward(problem, q, k, v, scale)
+    ours = passes.describe(q, k, v, problem.mask, scale, o=o, do=do)
+    given = {"do": do, "dlse": None, "q": q, "k": k, "v": v, "o": o, "softmax_scale": scale}
+    calls: dict[str, Callable[[], Sequence[torch.Tensor]]] = {}
+
+    def taken(name: str, plan: Any) -> None:
+        calls[name] = lambda: plan(do, None, q, k, v, o, lse)
+        found = dict(zip(("dq", "dk", "dv"), (one.transpose(1, 2) for one in calls[name]()), strict=True))
+        if (why := workloads.wrong(found, want, problem.group)) is not None:
+            raise click.ClickException(f"{workloads.described(problem)}, {name}: {why}")
+
+    taken(SERVED, without(ours, gpu, given))
+    for name, config in candidates(ours, gpu).items():
+        taken(name, query_tiles.QueryTilesPlan(ours, **given, config=config))
+    times = race(list(calls.values()), torch.cuda.Stream(), BURST_MS)
+    return dict(zip(calls, (round(us, 2) for us in times), strict=True))
+
+
+def recorded(problem: Problem) -> dict[str, Any]:
+    shape = {name: getattr(problem, name) for name in ("dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k",
+                                                        "head_dim", "head_dim_v")}  # fmt: skip
+    return {**shape, "mask": problem.mask.name, "us": measured(problem)}
+
+
+def line(name: str, call: Mapping[str, Any]) -> str:
+    problem, gpu = posed(call), gpus.named("h200")
+
+    def estimated(which: str) -> str:
+        if which == SERVED:
+            return ""
+        rows, splits = (int(one.split()[0]) for one in which.split(", "))
+        config = query_tiles.space_of(problem, gpu.arch).config_of(problem.specialization, rows, splits)
+        return f" ({query_tiles_schedule.query_tiles_us(problem, config, gpu):.1f})"
+
+    said = "; ".join(f"{which} {us}{estimated(which)}" for which, us in call["us"].items())
+    return f"{name}: {workloads.described(problem)}: {said}"
+
+
+@click.command(help=(__doc__ or "").partition("\n\n")[0])
+@click.option("--drawn", "seeds", multiple=True, help="Calls drawn by this seed.")
+@click.option("--call", "texts", multiple=True, help="A call.")
+@side_by_side.timing_options
+def main(seeds: tuple[str, ...], texts: tuple[str, ...], share: slice, seconds: float, out: Path | None,
+         shown: Path | None) -> None:  # fmt: skip
+    if shown is not None:
+        click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
+        return
+    record = side_by_side.begun(out, {"environment": side_by_side.environment()})
+    drawn = {name: one for name, (one, _) in dense_forwards.drawn(seeds).items() if wanted(one, 90)}
+    asked = drawn | {name: one for name, (one, _) in dense_forwards.named(texts).items()}
+    side_by_side.fill(record, dict(list(asked.items())[share]), recorded, seconds, out, line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Whether one kernel by tiles of queries makes the whole backward of a call, and into how many parts its keys are split:
+arithmetic on the host, no GPU.
+
+``launching/query_tiles.py`` has five products a block where split kernels have seven, and one launch, with up to two behind it
+that add up what tiles and parts have made. Programs of a multiprocessor follow one another, and those of fewer key blocks,
+under a causal mask, are given out with the others, in turn. Constants are fitted to times of calls on an H200
+(docs/experiments/query-tiles.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from fa2tune.calling.schedules import fused_schedule, one_tile_schedule, split_backward_schedule, stored_ds_schedule
+from fa2tune.calling.schedules.few_tiles import FULL_TILE
+from fa2tune.calling.schedules.key_splits_schedule import MEASURED_ON
+from fa2tune.calling.schedules.split_backward_schedule import Tiles, keys_seen
+from fa2tune.compiling.choice import Choice
+from fa2tune.gpus import Gpu
+from fa2tune.launching import query_tiles
+from fa2tune.search_spaces.lib.hopper import begins_within_sectors, columns
+from fa2tune.search_spaces.sm90.bwd_query_tiles import at_once
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem
+from fa2tune.spec.variant import Variant
+
+#: Whether any call takes it.
+QUERY_TILES = True
+
+
+class QueryTilesPace(NamedTuple):
+    """Microseconds of a program that has a multiprocessor for itself: what no column takes, and 128 of Q and V together."""
+
+    block: tuple[float, float]  #: of 64 keys
+    ends: tuple[float, float]  #: a tile's start and end
+
+
+#: By rows of a tile. Fitted with what follows to 374 times of 97 calls, 11 % off, root mean square.
+PACES_OF_ROWS = {64: QueryTilesPace((0.51, 0.42), (1.27, 0.51)), 128: QueryTilesPace((0.59, 1.05), (2.58, 0.52))}
+#: How many times as long a block takes where so many programs share a multiprocessor; ends take the root of it.
+SHARED = {1: 1.0, 2: 1.69, 3: 2.81}
+#: A block more with head dims in parts, and where shared memory holds one block's keys at a time; and how many times as long
+#: where rows begin inside a sector.
+IN_PARTS_US, ONE_STAGE_US, SECTOR_COST = 0.4, 0.78, 1.15
+#: Of a call; of the launch that adds up parts of dQ; of the one that adds up the tiles' dK and dV, and of GATHERED more of them.
+CALL_US, COMBINE_US, GATHER_US, GATHERED_US = 0.7, 3.4, 0.96, 0.54
+#: Share of the memory's bandwidth at which all of them move what they read and write.
+MEMORY_RATE = 0.55
+#: It must be predicted to be faster than what serves otherwise by this share; and where several tiles of one query head a key
+#: head are rounded once more, by the other, as ``one_tile_schedule`` has it.
+MARGIN, ROUNDED_TWICE = 0.1, one_tile_schedule.ROUNDED_TWICE
+#: Programs that there are, in turns of as many as multiprocessors hold at once.
+TURNS = (0.5, 1, 2)
+#: Bytes of the parts' sums and of the tiles' dK and dV at most.
+MOST_BYTES = 256 << 20
+
+
+def _tiles(problem: Problem, config: Config, sm_count: int) -> tuple[Tiles, int]:
+    """Programs, parts of tiles, as ``split_backward_schedule`` gives them out, and how many run at once."""
+    spec, splits, pace = problem.specialization, config["SPLITS"], PACES_OF_ROWS[config["BLOCK_M"]]
+    wide = sum(columns(spec, config)) / 128
+    seen = keys_seen(problem.seqlen_q, problem.seqlen_k, config["BLOCK_M"], problem.mask)
+    programs = len(seen) * problem.batch * problem.heads_q * splits
+    together = min(at_once(spec, config), -(-programs // sm_count))
+    block = pace.block[0] + pace.block[1] * wide + IN_PARTS_US * config["IN_PARTS"] + ONE_STAGE_US * (config["STAGES"] == 1)
+    block *= SHARED[together] * (SECTOR_COST if begins_within_sectors(spec) else 1.0)
+    ends = (pace.ends[0] + pace.ends[1] * wide) * math.sqrt(SHARED[together])
+    blocks = [-(-keys // config["BLOCK_N"]) for keys in reversed(seen)]
+    costs = tuple([-(-count // splits) * block + ends for count in blocks])
+    return Tiles(costs, problem.batch * problem.heads_q * splits, 1), together * sm_count
+
+
+def _summed_bytes(problem: Problem, config: Config) -> tuple[int, int]:
+    """(Of the parts' dQ, of the tiles' dK and dV), 0 where there are none."""
+    count, splits = query_tiles.tiles(problem, config), config["SPLITS"]
+    rows, keys = (
+        problem.batch * heads * length
+        for heads, length in ((problem.heads_q, problem.seqlen_q), (problem.heads_kv, problem.seqlen_k))
+    )
+    dq = 4 * splits * rows * problem.head_dim if splits > 1 else 0
+    both = ITEMSIZE[problem.dtype] * count * keys * (problem.head_dim + problem.head_dim_v) if count > 1 else 0
+    return dq, both
+
+
+def query_tiles_us(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Microseconds of a whole backward, estimated."""
+    rate = gpu.hbm_gbs * 1e3 * MEMORY_RATE
+    dq, both = _summed_bytes(problem, config)
+    rows = problem.batch * problem.heads_q * problem.seqlen_q * (2 * problem.head_dim_v + problem.head_dim)
+    keys = problem.batch * problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    moved = ITEMSIZE[problem.dtype] * (rows + keys) + dq + (both or ITEMSIZE[problem.dtype] * keys)
+    busy = max(split_backward_schedule.last(*_tiles(problem, config, gpu.sm_count)), moved / rate)
+    behind = COMBINE_US + dq / rate if dq else 0.0
+    if both:
+        count = query_tiles.tiles(problem, config)
+        behind += GATHER_US + -(-count // fused_schedule.GATHERED) * GATHERED_US + both / rate
+    return CALL_US + busy + behind
+
+
+def candidates(problem: Problem, gpu: Gpu) -> Iterator[Config]:
+    """Tiles of each size, in one part, and in as many as TURNS asks for."""
+    spec, space = problem.specialization, query_tiles.space_of(problem, gpu.arch)
+    for rows in space.rows_of(spec):
+        whole = space.config_of(spec, rows, 1)
+        programs = query_tiles.tiles(problem, whole) * problem.batch * problem.heads_kv
+        most = query_tiles.most_splits(problem, whole, gpu.arch)
+        held = gpu.sm_count * space.at_once(spec, whole)
+        counts = {min(most, int(turns * held) // programs) for turns in TURNS}
+        for splits in sorted({1} | {count for count in counts if count}):
+            config = space.config_of(spec, rows, splits)
+            if sum(_summed_bytes(problem, config)) <= MOST_BYTES:
+                yield config
+
+
+@lru_cache(maxsize=1024)
+def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
+    """(estimated microseconds, config) of the fastest, the fewest parts where two are as fast; None: all take too much
+    memory."""
+    found = [(query_tiles_us(problem, config, gpu), config) for config in candidates(problem, gpu)]
+    return min(found, key=lambda one: (one[0], one[1]["SPLITS"]), default=None)
+
+
+def asked(problem: Problem, gpu: Gpu) -> bool:
+    """Whether the kernel is asked for such a call at all."""
+    if not QUERY_TILES or gpu.arch not in MEASURED_ON or problem.is_empty or problem.extent.ragged:
+        return False
+    return fused_schedule.recorded(problem.mask) and query_tiles.able(problem, gpu.arch)
+
+
+def otherwise_us(
+    problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], order: str, gpu: Gpu
+) -> float | None:  # fmt: skip
+    """Microseconds of what serves without it, estimated, as ``one_tile_schedule.otherwise_us``: also by the other kernels that
+    make all of a backward."""
+    given = problem, choices, parts, order, gpu
+    if (one := one_tile_schedule.config_of(*given)) is not None:
+        return one_tile_schedule.one_tile_us(problem, one, gpu)
+    if (stored := stored_ds_schedule.config_of(*given)) is not None:
+        return stored_ds_schedule.stored_us(problem, stored, gpu)
+    return one_tile_schedule.otherwise_us(*given)
+
+
+def config_of(
+    problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], order: str, gpu: Gpu
+) -> Config | None:  # fmt: skip
+    """Of the kernel that makes the whole backward in place of ``choices``; None: that is not expected to be faster. ``parts``,
+    ``order``: as ``otherwise_us`` has them."""
+    if not asked(problem, gpu) or (found := best(problem, gpu)) is None:
+        return None
+    if (otherwise := otherwise_us(problem, choices, parts, order, gpu)) is None:
+        return None
+    time, config = found
+    again = problem.group == 1 and query_tiles.tiles(problem, config) > 1
+    return config if time < (1 - (ROUNDED_TWICE if again else MARGIN)) * otherwise else None
+
+
+def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """What may run in place of a backward's kernels, whatever a call's batch, heads and lengths are."""
+    if not QUERY_TILES or arch not in MEASURED_ON or not fused_schedule.recorded(problem.mask):
+        return []
+    if problem.extent.ragged or not query_tiles.able(problem, arch):
+        return []
+    posed, spec = replace(problem, seqlen_q=2 * FULL_TILE), problem.specialization  # several tiles
+    space = query_tiles.space_of(problem, arch)
+    configs = [space.config_of(spec, rows, splits) for rows in space.rows_of(spec) for splits in (1, 2)]
+    found = [one for config in configs for one in query_tiles.kernels(posed, config, arch)]
+    return [(variant, config, replace(its, seqlen_q=problem.seqlen_q)) for variant, config, its in found]
+
+
+def about(problem: Problem, config: Config, arch: int) -> str:
+    """In one sentence, what runs in place of a backward's kernels."""
+    splits, count = config["SPLITS"], query_tiles.tiles(problem, config)
+    name = query_tiles.kernels(problem, config, arch)[0][0].short_name
+    said = f"bwd: few queries, so {name} makes dQ, dK and dV, which is expected to be faster and has no row"
+    more = [f"keys are split into {splits} parts, whose dQ is summed after"] if splits > 1 else []
+    more += [f"{count} tiles of a key head have dK and dV of their own, which are summed after"] if count > 1 else []
+    return f"{said}{': ' if more else ''}{'; '.join(more)}."

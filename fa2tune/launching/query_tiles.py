@@ -1,0 +1,105 @@
+"""A dense backward by one kernel whose programs have a tile of queries each and walk the keys, of the role bwd_query_tiles, in
+place of a strategy's: neither delta nor dS lie in memory, and each is made once.
+
+Where a key head has several tiles of queries, one of the role bwd_gather adds up what they make of dK and dV; where the keys
+are split into parts, one of the role bwd_dq_combine adds up these parts' dQ. Both in a fixed order. Which calls, and how many
+parts: ``calling/schedules/query_tiles_schedule.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+
+from fa2tune.compiling.registry import space_file
+from fa2tune.compiling.support import companion, companion_most, companion_path
+from fa2tune.launching import dq_parts, group_parts
+from fa2tune.launching.cuda import Chain
+from fa2tune.launching.group_parts import Bound
+from fa2tune.launching.launch import InterpretedChain, Strides
+from fa2tune.launching.whole_backward import WholePlan, in_one_block
+from fa2tune.spec.mask import FULL
+from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.roles import BWD_DQ_COMBINE, BWD_GATHER, BWD_QUERY_TILES
+from fa2tune.spec.variant import Variant, Workspaces
+
+#: Its tensors that are workspaces where a key head has several tiles, by the names of these.
+_PARTS_OF = {name: group_parts.PARTS_OF[name] for name in ("dk", "dv")}
+
+
+def able(problem: Problem, arch: int) -> bool:
+    """Whether the kernels can compute such calls, and this Triton them."""
+    if not problem.tma or companion_path(BWD_QUERY_TILES, problem.specialization, arch) is None:
+        return False
+    plain = replace(problem, mask=FULL).specialization
+    return companion_path(BWD_DQ_COMBINE, plain, arch) is not None and group_parts.can(problem, arch, [BWD_GATHER])
+
+
+def space_of(problem: Problem, arch: int) -> ModuleType:
+    """The file of the kernel's search space. ValueError: none can."""
+    return space_file(companion(BWD_QUERY_TILES, problem.specialization, arch).name)
+
+
+def most_splits(problem: Problem, config: Config, arch: int) -> int:
+    """Parts that keys may be split into: each has a block."""
+    most = companion_most(BWD_QUERY_TILES, problem.specialization, arch, "SPLITS")
+    return min(most, -(-problem.seqlen_k // config["BLOCK_N"]))
+
+
+def tiles(problem: Problem, config: Config) -> int:
+    """Tiles of queries of a key head, over all of its query heads."""
+    return -(-problem.seqlen_q // config["BLOCK_M"]) * problem.group
+
+
+def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """What runs for a config, in order, each with its config and a problem whose specialization it is compiled for: one binary
+    of those behind the first serves all masks."""
+    found = [(companion(BWD_QUERY_TILES, problem.specialization, arch), config, problem)]
+    if config["SPLITS"] > 1:
+        plain = replace(problem, mask=FULL)
+        combine = companion(BWD_DQ_COMBINE, plain.specialization, arch)
+        found.append((combine, combine.space.default(plain.specialization, arch), plain))
+    if tiles(problem, config) > 1:
+        found.append(group_parts.gather(problem, arch))
+    main, *behind = found
+    return [main, *((variant, {**its_config, "EARLY": True}, posed) for variant, its_config, posed in behind)]
+
+
+def workspaces(problem: Problem, config: Config) -> Workspaces:
+    """Memory for the tiles' dK and dV, which are rounded once more, as those of a split query group are, and for the parts' dQ."""
+    found = dq_parts.workspaces(problem, config["SPLITS"])
+    if (count := tiles(problem, config)) > 1:
+        ours = group_parts.split(problem, count)
+        found |= {own: (group_parts.sizes_of(ours, name), "") for name, own in _PARTS_OF.items()}
+    return found
+
+
+def launches(problem: Problem, config: Config, given: Strides, arch: int) -> Iterator[Bound]:
+    """In order."""
+    count = tiles(problem, config)
+    scalars = {"heads_kv": problem.heads_kv, "parts": count, "SPLITS": config["SPLITS"]}
+    main, *behind = kernels(problem, config, arch)
+    if count == 1:
+        yield Bound(*main, given, {}, scalars)
+    else:
+        ours = group_parts.split(problem, count)
+        dense = {name: group_parts.dense_strides(ours, name) for name in _PARTS_OF}
+        yield Bound(*main, {**given, **dense}, _PARTS_OF, scalars)
+    for one in behind:
+        yield Bound(*one, given, {}, scalars)
+
+
+def bound(
+    problem: Problem, tensors: Mapping[str, torch.Tensor], softmax_scale: float, config: Config, device_index: int
+) -> tuple[Chain | InterpretedChain, list[torch.Tensor]]:
+    """As ``WholePlan.bound``."""
+    return in_one_block(launches, workspaces(problem, config), problem, tensors, softmax_scale, config, device_index)
+
+
+class QueryTilesPlan(WholePlan):
+    """Needs at least one key."""
+
+    bound = staticmethod(bound)
