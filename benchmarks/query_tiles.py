@@ -1,5 +1,5 @@
-"""Times backwards by tiles of queries: kernels/sm90/bwd_query_tiles.py with keys in several numbers of parts, beside what serves
-without it.
+"""Times backwards by tiles of queries: kernels/sm90/bwd_query_tiles.py with keys in several numbers of parts, beside what
+serves without it.
 
     python benchmarks/ahead.py benchmarks/query_tiles.py --drawn HASH                     # first: every binary; no GPU
     python benchmarks/query_tiles.py --drawn HASH --out query_tiles.json [--seconds 60]   # resumes from the file
@@ -7,8 +7,8 @@ without it.
     python benchmarks/query_tiles.py --table query_tiles.json                             # a file, as text, with estimates
 
 --drawn: backwards that benchmarks/random_calls.py draws by that seed, of up to MOST_QUERIES queries, of more than MOST_HEADS
-heads only those of up to FEW_QUERIES. --call: batch, heads of queries and of keys, lengths of queries and of keys, head dims of Q and
-of V, mask.
+heads only those of up to FEW_QUERIES. --call: batch, heads of queries and of keys, lengths of queries and of keys, head dims of
+Q and of V, mask.
 Each result is compared with float32 arithmetic; a wrong one is an error. Each candidate is a CUDA graph; replays are
 interleaved; the file holds medians of seven bursts in microseconds a call. Needs a GPU of compute capability 9.0.
 """

@@ -19,13 +19,14 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "few queries": (1, (32, 8), (1, 8192), 128, "fwd"),
     "a chunk of a prompt": (1, (32, 8), (256, 32768), 128, "fwd"),
     "grouped heads": (8, (128, 16), (64, 998), 256, "fwd"),
-    "few keys": (1, (32, 8), (100, 100), 64, "bwd"),
+    "few keys": (2, (20, 20), (1024, 77), 64, "bwd", False),
     "few keys, forward": (1, (32, 8), (100, 100), 64, "fwd"),
     "few key heads": (1, (32, 2), (1024, 1024), 128, "bwd"),
     "wide, without a mask": (2, (8, 8), (4096, 4096), 248, "fwd", False),
     "tiles for half of a round": (6, (1, 1), (3369, 3369), 256, "fwd", False),
     "wide": (1, (16, 16), (2048, 2048), 256, "bwd"),
-    "wide, of few tiles": (1, (1, 1), (64, 16384), 256, "bwd"),
+    "wide, of few tiles": (1, (1, 1), (300, 16384), 256, "bwd"),
+    "few queries, backward": (9, (2, 2), (86, 894), 192, "bwd"),
 }
 #: Prints call -> kernels that run for it on an H200.
 SERVED = """
@@ -53,6 +54,7 @@ REMOVED = {
     "sm90/fwd_80_keys": "wide, without a mask",
     "sm90/fwd_shares": "tiles for half of a round",
     "sm90/bwd_one_tile": "few keys",
+    "sm90/bwd_query_tiles": "few queries, backward",
     "portable/bwd_gather": "few key heads",
     "portable/bwd_spread": "few key heads",
     "sm90/bwd_dkdv_ds": "wide",

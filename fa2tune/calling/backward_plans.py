@@ -62,7 +62,7 @@ def division(problem: Problem, choices: Mapping[str, Choice], gpu: Gpu) -> Divis
     return found._replace(order=split_backward_schedule.order_of(problem, choices, found.parts, gpu))
 
 
-class Kind(NamedTuple):
+class WholeKind(NamedTuple):
     """Of kernels that make all of a backward in place of a strategy's."""
 
     what: str  #: in a few words
@@ -76,16 +76,16 @@ class Kind(NamedTuple):
 
 
 #: By the role of the first kernel. The first one that is expected to be faster serves.
-KINDS: dict[str, Kind] = {
-    BWD_QUERY_TILES: Kind(
+WHOLE_KINDS: dict[str, WholeKind] = {
+    BWD_QUERY_TILES: WholeKind(
         "tiles of queries", "schedule model, tiles of queries", query_tiles_schedule.config_of,
         query_tiles_schedule.query_tiles_us, query_tiles_schedule.about, query_tiles.kernels, QueryTilesPlan,
     ),
-    BWD_ONE_TILE: Kind(
+    BWD_ONE_TILE: WholeKind(
         "all of it by one kernel", "schedule model, one key tile", one_tile_schedule.config_of, one_tile_schedule.one_tile_us,
         one_tile_schedule.about, one_key_tile.kernels, OneTilePlan,
     ),
-    BWD_STORED_DS: Kind(
+    BWD_STORED_DS: WholeKind(
         "dS in memory", "schedule model, dS in memory", stored_ds_schedule.config_of, stored_ds_schedule.stored_us,
         stored_ds_schedule.about, stored_ds.kernels, StoredDsPlan,
     ),
@@ -95,12 +95,12 @@ KINDS: dict[str, Kind] = {
 class Whole(NamedTuple):
     """What makes all of a backward in place of its choices."""
 
-    role: str  #: of KINDS
+    role: str  #: of WHOLE_KINDS
     config: Config
 
     @property
-    def kind(self) -> Kind:
-        return KINDS[self.role]
+    def kind(self) -> WholeKind:
+        return WHOLE_KINDS[self.role]
 
     def kernels(self, problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
         """What runs, each once, in order, with its config and a problem whose specialization it is compiled for."""
@@ -116,7 +116,7 @@ def whole(
 ) -> tuple[Whole | None, str]:  # fmt: skip
     """What is to make all of a backward in place of ``choices``, whose work is ``divided``, None: nothing is; and why it could
     not be had before in this process, "": it was not refused."""
-    for role, kind in KINDS.items():
+    for role, kind in WHOLE_KINDS.items():
         config = kind.config_of(problem, choices, divided.parts, divided.order, gpu)
         if config is not None:
             found = Whole(role, config)

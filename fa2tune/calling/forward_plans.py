@@ -83,7 +83,7 @@ def steps(plan: Any, choices: Mapping[str, Choice]) -> list[str]:
     if isinstance(made, SplitPlan):
         return [how(made.config)]
     if isinstance(made, WholePlan):
-        return [next(kind.step for kind in backward_plans.KINDS.values() if isinstance(made, kind.plan))]
+        return [next(kind.step for kind in backward_plans.WHOLE_KINDS.values() if isinstance(made, kind.plan))]
     at_a_time = AT_A_TIME if isinstance(made, BackwardPlan) and made.order else ""
     return [choice.step + at_a_time for choice in choices.values()]
 

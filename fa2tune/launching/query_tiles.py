@@ -31,11 +31,18 @@ _PARTS_OF = {name: group_parts.PARTS_OF[name] for name in ("dk", "dv")}
 
 
 def able(problem: Problem, arch: int) -> bool:
-    """Whether the kernels can compute such calls, and this Triton them."""
-    if not problem.tma or companion_path(BWD_QUERY_TILES, problem.specialization, arch) is None:
+    """Whether the kernel can compute such calls, and this Triton it."""
+    return problem.tma and companion_path(BWD_QUERY_TILES, problem.specialization, arch) is not None
+
+
+def can(problem: Problem, config: Config, arch: int) -> bool:
+    """Whether there are kernels for what runs after it, where it can."""
+    if (
+        config["SPLITS"] > 1
+        and companion_path(BWD_DQ_COMBINE, replace(problem, mask=FULL).specialization, arch) is None
+    ):
         return False
-    plain = replace(problem, mask=FULL).specialization
-    return companion_path(BWD_DQ_COMBINE, plain, arch) is not None and group_parts.can(problem, arch, [BWD_GATHER])
+    return tiles(problem, config) == 1 or group_parts.can(problem, arch, [BWD_GATHER])
 
 
 def space_of(problem: Problem, arch: int) -> ModuleType:
@@ -69,7 +76,8 @@ def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, 
 
 
 def workspaces(problem: Problem, config: Config) -> Workspaces:
-    """Memory for the tiles' dK and dV, which are rounded once more, as those of a split query group are, and for the parts' dQ."""
+    """Memory for the tiles' dK and dV, which are rounded once more, as those of a split query group are, and for the parts'
+    dQ."""
     found = dq_parts.workspaces(problem, config["SPLITS"])
     if (count := tiles(problem, config)) > 1:
         ours = group_parts.split(problem, count)

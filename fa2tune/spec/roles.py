@@ -140,8 +140,8 @@ ROLES = {
         },
     ),
     BWD_QUERY_TILES: Role(
-        "a whole backward whose programs have a tile of BLOCK_M queries each and a part of SPLITS of the keys; of several tiles a "
-        "key head bwd_gather runs after, of several parts bwd_dq_combine",
+        "a whole backward whose programs have a tile of BLOCK_M queries each and one of SPLITS parts of the keys; of several "
+        "tiles a key head bwd_gather runs after, of several parts bwd_dq_combine",
         ("q", "k", "v", "o", "do", "lse", "dq", "dq_parts", "dk", "dv"),
         ("BLOCK_M", "BLOCK_N", "SPLITS"),
         {"fits": _ASKED, "rows_of": ("spec",), "config_of": ("spec", "rows", "splits"), "at_once": ("spec", "config")},

@@ -8,7 +8,6 @@ import triton.language as tl
 from fa2tune.search_spaces.portable.bwd_dq_combine import SPACE
 from fa2tune.spec.variant import Variant
 
-
 _START_NEXT = tl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 _PARTS_ARE_WRITTEN = tl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 

@@ -151,7 +151,9 @@ def _load(block, stage, tile, smem, ready, memory, form):
 
 
 @gluon.jit
-def _columns_of_o(o, rows, inside, stride_om, FIRST: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr, layout: gl.constexpr):
+def _columns_of_o(
+    o, rows, inside, stride_om, FIRST: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr, layout: gl.constexpr
+):
     columns = FIRST + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     mask = inside[:, None]
     if FIRST + WIDTH > DIM:
@@ -313,7 +315,7 @@ def bwd_hopper_query_tiles_kernel(
         gl.allocate_shared_memory(q[0].dtype, [1, BLOCK_M, BLOCK_N], layout),
     )  # fmt: skip
     #: columns of dK and dV that a group has: beside dQ's, registers hold those of one
-    ONE_AT_A_TIME: gl.constexpr = BLOCK_D + REST_D > (192 if BLOCK_M == 128 else 128)
+    ONE_AT_A_TIME: gl.constexpr = (192 if BLOCK_M == 128 else 128) < BLOCK_D + REST_D
     q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_ready.index(0), count=1)

@@ -1,6 +1,6 @@
 """Tiles of kernels/sm90/bwd_query_tiles.py. Nothing is searched: they follow from head dims and queries."""
 
-from fa2tune.search_spaces.lib.hopper import SHARED_BYTES, columns, part_dims, parts_pay
+from fa2tune.search_spaces.lib.hopper import SHARED_BYTES, columns, parts_pay
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import SearchSpace
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from fa2tune import gpus
 from fa2tune.calling import backward_plans, choosing, serving
-from fa2tune.calling.schedules import group_parts_schedule, stored_ds_schedule
+from fa2tune.calling.schedules import group_parts_schedule, query_tiles_schedule, stored_ds_schedule
 from fa2tune.calling.schedules import split_backward_schedule as schedule
 from fa2tune.compiling import compiler, limits
 from fa2tune.compiling.choice import Choice
@@ -202,6 +202,7 @@ def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(backward_plans, "BackwardPlan", plan)
     monkeypatch.setattr(stored_ds_schedule, "STORED_DS", False)  # which serves next
+    monkeypatch.setattr(query_tiles_schedule, "QUERY_TILES", False)  # which serves first
     for _ in range(2):
         assert backward_plans.backward_plan(FEW, "split", chosen(FEW), H200, {}, True) == "plan"
     assert made == [{"bwd_dq": parts(FEW)}, {}, {}]

@@ -13,6 +13,7 @@ from fa2tune.calling.schedules import (
     fused_schedule,
     group_parts_schedule,
     one_tile_schedule,
+    query_tiles_schedule,
     split_backward_schedule,
 )
 from fa2tune.compiling.choice import Choice
@@ -207,6 +208,7 @@ def test_the_rows_own_config_serves_where_the_form_cannot_be_had() -> None:
 @pytest.mark.usefixtures("early")
 def test_explain_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_tile_schedule, "ONE_KEY_TILE", False)
+    monkeypatch.setattr(query_tiles_schedule, "QUERY_TILES", False)
     fused = serving.explain_problem(FUSED[1], H200)
     assert "bwd_fused: alone on the GPU, kernels started early, not as the row has it" in str(fused)
     split = str(serving.explain_problem(SPLIT[0], H200))

@@ -334,12 +334,17 @@ def raced(name: str) -> Iterator[tuple[Problem, dict[str, float]]]:
 
 
 def pairs_of_q_read(longer: bool) -> Iterator[tuple[float, float]]:
-    """(time over that with Q in registers, the same as expected of a block) of raced calls of head dims that differ, with
-    KEPT_KEYS keys or more, or with fewer: tiles of 128 rows and 64 keys, of the same order, stages and parts."""
+    """(time over that with Q in registers, the same as expected of a block) of raced calls of head dims that differ, that of Q
+    above WHOLE_DIM, with KEPT_KEYS keys or more, or with fewer: tiles of 128 rows and 64 keys, of the same order, stages and
+    parts."""
     label = script("dense_forwards").label
     for record in sorted((ROOT / "benchmarks/calls").glob("dense_forwards*.json.gz")):
         for call, us in raced(record.name.partition(".")[0]):
-            if call.head_dim == call.head_dim_v or (call.seqlen_k >= few_tiles.KEPT_KEYS) != longer:
+            if (
+                call.head_dim == call.head_dim_v
+                or call.head_dim <= few_tiles.WHOLE_DIM
+                or (call.seqlen_k >= few_tiles.KEPT_KEYS) != longer
+            ):
                 continue
             for way, turns in product(("lazy", "never"), (False, True)):
                 kept = {**fwd.of_tiles(call.specialization, 128, 64, 0), "RESCALE": way}

@@ -13,7 +13,7 @@ from benchmark_scripts import BENCHMARKS, script
 
 from fa2tune import gpus
 from fa2tune.calling import backward_plans, choosing, forward_plans, serving
-from fa2tune.calling.schedules import one_tile_schedule
+from fa2tune.calling.schedules import one_tile_schedule, query_tiles_schedule
 from fa2tune.compiling import compiler, limits
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError
@@ -56,7 +56,9 @@ by_call = pytest.mark.parametrize("case", RECORD, ids=[name for name, *_ in RECO
 
 
 @pytest.fixture(autouse=True)
-def nothing_refused() -> Any:
+def nothing_refused(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Nor is anything made by tiles of queries, which some of these calls take."""
+    monkeypatch.setattr(query_tiles_schedule, "QUERY_TILES", False)
     backward_plans.forget()
     yield
     backward_plans.forget()
@@ -171,7 +173,8 @@ def test_explain_names_the_kernel() -> None:
     found = serving.explain_problem(CROSS, H200, ("bwd",))
     (whole,) = found.kernels
     assert whole.status == "estimated" and list(whole.runs or ()) == ["sm90/bwd_one_tile", "bwd_gather"]
-    parts = (whole.one_tile or {})["PARTS"]
+    assert whole.whole is not None
+    parts = whole.whole.config["PARTS"]
     assert f"queries are split into {parts} parts, whose dK and dV are summed after." in str(found)
     assert found.as_dict()["kernels"][0]["one_tile"]["PARTS"] == parts and "all of it by one kernel" in str(whole)
 
@@ -187,7 +190,8 @@ def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) ->
         made.append("strategy")
         return "plan"
 
-    monkeypatch.setattr(backward_plans, "OneTilePlan", one)
+    kinds = backward_plans.WHOLE_KINDS
+    monkeypatch.setitem(kinds, BWD_ONE_TILE, kinds[BWD_ONE_TILE]._replace(plan=one))
     monkeypatch.setattr(backward_plans, "BackwardPlan", plan)
     for _ in range(2):
         assert backward_plans.backward_plan(CROSS, "fused", choices(CROSS), H200, {}, True) == "plan"
@@ -204,7 +208,7 @@ def test_bench_names_the_kernels() -> None:
 
 def test_what_served_is_counted() -> None:
     plan = object.__new__(one_key_tile.OneTilePlan)
-    assert forward_plans.steps(plan, {}) == [forward_plans.ONE_TILE]
+    assert forward_plans.steps(plan, {}) == [backward_plans.WHOLE_KINDS[BWD_ONE_TILE].step]
 
 
 def test_files_of_binaries_have_what_any_call_loads() -> None:

@@ -133,7 +133,8 @@ def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) ->
         made.append("strategy")
         return "plan"
 
-    monkeypatch.setattr(backward_plans, "StoredDsPlan", stored)
+    kinds = backward_plans.WHOLE_KINDS
+    monkeypatch.setitem(kinds, BWD_STORED_DS, kinds[BWD_STORED_DS]._replace(plan=stored))
     monkeypatch.setattr(backward_plans, "BackwardPlan", plan)
     for _ in range(2):
         assert backward_plans.backward_plan(LONG, "split", choices(LONG), H200, {}, True) == "plan"
@@ -203,7 +204,8 @@ def test_without_memory_for_ds_the_split_kernels_serve_from_then_on(
             made.append("asked")
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(backward_plans, "StoredDsPlan", NoMemory)
+    kinds = backward_plans.WHOLE_KINDS
+    monkeypatch.setitem(kinds, BWD_STORED_DS, kinds[BWD_STORED_DS]._replace(plan=NoMemory))
     monkeypatch.setattr(backward_plans, "BackwardPlan", Split)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     plan = backward_plans.backward_plan(LONG, "split", choices(LONG), H200, {"softmax_scale": 0.1}, True)

@@ -502,7 +502,8 @@ def test_windows_on_demand(one_key: Path) -> None:
     held = layers(one_key)
     few, keys = precompile.jobs(H200, held, precompile.Wanted())
     more, same = precompile.jobs(H200, held, precompile.Wanted(windows=True))
-    helpers = {"portable/bwd_spread", "portable/bwd_gather", "portable/fwd_combine"}  # see no mask
+    sums = {f"portable/{name}" for name in ("bwd_gather", "bwd_dq_combine", "fwd_combine")}
+    helpers = {"portable/bwd_spread", *sums}  # see no mask
     assert {variant.name for variant, spec, _ in more if spec.mask == "full"} == helpers
     few, more = ([job for job in found if job[0].name not in helpers] for found in (few, more))
     assert keys == same and {spec.mask for _, spec, _ in few} == {"causal"}

@@ -20,6 +20,7 @@ from fa2tune.calling.schedules import (
     one_tile_schedule,
     packed_grouped_schedule,
     packed_splits_schedule,
+    query_tiles_schedule,
     stored_ds_schedule,
 )
 from fa2tune.gpus import Gpu
@@ -38,7 +39,7 @@ SPREAD, GATHER = "portable/bwd_spread", "portable/bwd_gather"
 GROUPED, KEYS_SPLIT = "sm90/fwd_grouped", "sm90/fwd_split"
 FEW, COMBINE = "portable/fwd_split", "portable/fwd_combine"
 ORDER = "portable/packed_order"
-ONE_TILE = "sm90/bwd_one_tile"
+ONE_TILE, QUERY_TILES, DQ_COMBINE = "sm90/bwd_one_tile", "sm90/bwd_query_tiles", "portable/bwd_dq_combine"
 STORED = ("portable/bwd_delta", "sm90/bwd_dkdv_ds", "sm90/bwd_dq_ds")
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -62,9 +63,10 @@ class Case(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def several_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of few keys have the kernels of those of many."""
+    """Calls of few keys, or of few queries, have the kernels of those of many."""
     monkeypatch.setattr(few_keys_schedule, "MARGIN", 1.0)
     monkeypatch.setattr(one_tile_schedule, "ONE_KEY_TILE", False)
+    monkeypatch.setattr(query_tiles_schedule, "QUERY_TILES", False)
 
 
 def inputs(case: Case, batch: int = 1) -> reference.Inputs:
@@ -201,6 +203,27 @@ def test_a_backward_of_one_kernel(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatc
     """lse has a gradient."""
     monkeypatch.setattr(one_tile_schedule, "ONE_KEY_TILE", True)
     given = laid(inputs(case, batch=2), order)
+    check(case, given)
+    assert tuple(gpu.ran[-len(case.runs) :]) == case.runs
+
+
+@pytest.mark.parametrize("order", ["bhsd", "bshd"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((150, 144), (64, 64), CAUSAL, (QUERY_TILES, GATHER)),
+        Case((150, 170), (56, 56), FULL, (QUERY_TILES, GATHER), (5, 1), dtype="fp16"),
+        Case((60, 300), (192, 128), FULL, (QUERY_TILES, DQ_COMBINE), deterministic=True),
+        Case((100, 330), (192, 192), CAUSAL, (QUERY_TILES, DQ_COMBINE, GATHER), deterministic=True),
+    ],
+    ids=str,
+)
+def test_a_backward_by_tiles_of_queries(
+    gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, case: Case, order: str
+) -> None:
+    """lse has a gradient."""
+    monkeypatch.setattr(query_tiles_schedule, "QUERY_TILES", True)
+    given = laid(inputs(case), order)
     check(case, given)
     assert tuple(gpu.ran[-len(case.runs) :]) == case.runs
 

@@ -1,5 +1,5 @@
-"""The Hopper backward by tiles of queries, run by Python (tests/kernels_in_python.py) beside float64 attention. Results and what
-parts of them go through are poisoned with NaN, as is what lies around the tensors that are read."""
+"""The Hopper backward by tiles of queries, run by Python (tests/kernels_in_python.py) beside float64 attention. Results and
+what parts of them go through are poisoned with NaN, as is what lies around the tensors that are read."""
 
 from __future__ import annotations
 

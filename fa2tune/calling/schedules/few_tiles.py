@@ -106,11 +106,11 @@ THIRD_STAGE, THIRD_STAGE_START = 0.92, 1.0
 #: tiles of 64 rows a block took so many times as long, as two programs gain less by each other; of larger tiles 1.00 to 1.15
 #: (dense_forwards_never.json.gz).
 NARROW_PART_DIMS, NARROW_PART = (128, 160), 1.2
-#: Of dense calls of so many keys or more whose head dims differ: a block of 128 rows and 64 keys where products read Q from
-#: shared memory, over one where registers hold it, with maxima; and with norms, where groups take no turns. With turns and
-#: norms both are level. 18 raced pairs: 1.04 to 1.20, 1.01 to 1.14, 0.98 to 1.02; of 289 and 314 keys 1.12 and 1.08, of 80
-#: 0.93. And a block of 128 keys with maxima where groups take no turns, as a row has it: one pair, 192 / 64
-#: (docs/experiments/few-tiles.md).
+#: Of dense calls of so many keys or more whose head dims differ, that of Q above WHOLE_DIM: a block of 128 rows and 64 keys
+#: where products read Q from shared memory, over one where registers hold it, with maxima; and with norms, where groups take no
+#: turns. With turns and norms both are level. 18 raced pairs: 1.04 to 1.20, 1.01 to 1.14, 0.98 to 1.02; of 289 and 314 keys
+#: 1.12 and 1.08, of 80 0.93; of Q up to WHOLE_DIM 0.96 to 1.04. And a block of 128 keys with maxima where groups take no turns,
+#: as a row has it: one pair, 192 / 64 (docs/experiments/few-tiles.md).
 KEPT_KEYS, Q_READ, Q_READ_NORMS, Q_READ_128 = 256, 1.12, 1.07, 1.22
 #: Of dense calls of one head dim above the first and up to the second, by whether groups take turns and whether Q is kept in
 #: registers: a block of 128 rows and 64 keys over one with both, without a mask and under one. And with V in halves: a block of
@@ -186,7 +186,7 @@ def _at(values: Sequence[float], columns: float, between: int = 128) -> float:
 
 def q_read_cost(problem: Problem, config: Config) -> float:
     """How many times as long key blocks take where products of Q and K read Q from shared memory, not from registers."""
-    apart = problem.head_dim != problem.head_dim_v and not problem.extent.ragged
+    apart = WHOLE_DIM < problem.head_dim != problem.head_dim_v and not problem.extent.ragged
     if not apart or problem.seqlen_k < KEPT_KEYS:
         return 1.0
     tiles = config["BLOCK_M"], config["BLOCK_N"], PROGRAMS[config["maxnreg"]]

@@ -22,7 +22,6 @@ from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import query_tiles
 from fa2tune.search_spaces.lib.hopper import begins_within_sectors, columns
-from fa2tune.search_spaces.sm90.bwd_query_tiles import at_once
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem
 from fa2tune.spec.variant import Variant
 
@@ -44,7 +43,7 @@ SHARED = {1: 1.0, 2: 1.69, 3: 2.81}
 #: A block more with head dims in parts, and where shared memory holds one block's keys at a time; and how many times as long
 #: where rows begin inside a sector.
 IN_PARTS_US, ONE_STAGE_US, SECTOR_COST = 0.4, 0.78, 1.15
-#: Of a call; of the launch that adds up parts of dQ; of the one that adds up the tiles' dK and dV, and of GATHERED more of them.
+#: Of a call; of the launch that adds up parts of dQ; of the one that adds up the tiles' dK and dV, and of GATHERED more.
 CALL_US, COMBINE_US, GATHER_US, GATHERED_US = 0.7, 3.4, 0.96, 0.54
 #: Share of the memory's bandwidth at which all of them move what they read and write.
 MEMORY_RATE = 0.55
@@ -53,23 +52,28 @@ MEMORY_RATE = 0.55
 MARGIN, ROUNDED_TWICE = 0.1, one_tile_schedule.ROUNDED_TWICE
 #: Programs that there are, in turns of as many as multiprocessors hold at once.
 TURNS = (0.5, 1, 2)
+#: Calls of more queries gained 7 % at most: 390 of five heads. They are not estimated.
+MOST_QUERIES = 384
 #: Bytes of the parts' sums and of the tiles' dK and dV at most.
 MOST_BYTES = 256 << 20
 
 
-def _tiles(problem: Problem, config: Config, sm_count: int) -> tuple[Tiles, int]:
+def _tiles(problem: Problem, config: Config, gpu: Gpu) -> tuple[Tiles, int]:
     """Programs, parts of tiles, as ``split_backward_schedule`` gives them out, and how many run at once."""
     spec, splits, pace = problem.specialization, config["SPLITS"], PACES_OF_ROWS[config["BLOCK_M"]]
+    held = query_tiles.space_of(problem, gpu.arch).at_once(spec, config)
     wide = sum(columns(spec, config)) / 128
     seen = keys_seen(problem.seqlen_q, problem.seqlen_k, config["BLOCK_M"], problem.mask)
     programs = len(seen) * problem.batch * problem.heads_q * splits
-    together = min(at_once(spec, config), -(-programs // sm_count))
-    block = pace.block[0] + pace.block[1] * wide + IN_PARTS_US * config["IN_PARTS"] + ONE_STAGE_US * (config["STAGES"] == 1)
+    together = min(held, -(-programs // gpu.sm_count))
+    block = (
+        pace.block[0] + pace.block[1] * wide + IN_PARTS_US * config["IN_PARTS"] + ONE_STAGE_US * (config["STAGES"] == 1)
+    )
     block *= SHARED[together] * (SECTOR_COST if begins_within_sectors(spec) else 1.0)
     ends = (pace.ends[0] + pace.ends[1] * wide) * math.sqrt(SHARED[together])
     blocks = [-(-keys // config["BLOCK_N"]) for keys in reversed(seen)]
     costs = tuple([-(-count // splits) * block + ends for count in blocks])
-    return Tiles(costs, problem.batch * problem.heads_q * splits, 1), together * sm_count
+    return Tiles(costs, problem.batch * problem.heads_q * splits, 1), together * gpu.sm_count
 
 
 def _summed_bytes(problem: Problem, config: Config) -> tuple[int, int]:
@@ -91,7 +95,7 @@ def query_tiles_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     rows = problem.batch * problem.heads_q * problem.seqlen_q * (2 * problem.head_dim_v + problem.head_dim)
     keys = problem.batch * problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     moved = ITEMSIZE[problem.dtype] * (rows + keys) + dq + (both or ITEMSIZE[problem.dtype] * keys)
-    busy = max(split_backward_schedule.last(*_tiles(problem, config, gpu.sm_count)), moved / rate)
+    busy = max(split_backward_schedule.last(*_tiles(problem, config, gpu)), moved / rate)
     behind = COMBINE_US + dq / rate if dq else 0.0
     if both:
         count = query_tiles.tiles(problem, config)
@@ -110,7 +114,7 @@ def candidates(problem: Problem, gpu: Gpu) -> Iterator[Config]:
         counts = {min(most, int(turns * held) // programs) for turns in TURNS}
         for splits in sorted({1} | {count for count in counts if count}):
             config = space.config_of(spec, rows, splits)
-            if sum(_summed_bytes(problem, config)) <= MOST_BYTES:
+            if sum(_summed_bytes(problem, config)) <= MOST_BYTES and query_tiles.can(problem, config, gpu.arch):
                 yield config
 
 
@@ -125,6 +129,8 @@ def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
 def asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether the kernel is asked for such a call at all."""
     if not QUERY_TILES or gpu.arch not in MEASURED_ON or problem.is_empty or problem.extent.ragged:
+        return False
+    if problem.seqlen_q > MOST_QUERIES:
         return False
     return fused_schedule.recorded(problem.mask) and query_tiles.able(problem, gpu.arch)
 
@@ -165,7 +171,8 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
     posed, spec = replace(problem, seqlen_q=2 * FULL_TILE), problem.specialization  # several tiles
     space = query_tiles.space_of(problem, arch)
     configs = [space.config_of(spec, rows, splits) for rows in space.rows_of(spec) for splits in (1, 2)]
-    found = [one for config in configs for one in query_tiles.kernels(posed, config, arch)]
+    whole = [config for config in configs if query_tiles.can(posed, config, arch)]
+    found = [one for config in whole for one in query_tiles.kernels(posed, config, arch)]
     return [(variant, config, replace(its, seqlen_q=problem.seqlen_q)) for variant, config, its in found]
 
 
