@@ -23,7 +23,8 @@ bands_schedule              backward  heads of its bands in dense calls
 split_backward_schedule     backward  dQ's and dK/dV's kernels: at a time or not, keys of dQ in parts, early start
 group_parts_schedule        backward  into how many parts query groups are split
 query_parts_schedule        backward  whether query blocks of ungrouped heads are in parts
-one_tile_schedule           backward  whether one kernel makes all of it
+one_tile_schedule           backward  whether one kernel makes all of it, of few keys
+query_tiles_schedule        backward  the same by tiles of queries, of few queries
 stored_ds_schedule          backward  whether dS goes through memory, and in how many slices
 ordered                     backward  whether the fused kernel serves deterministic calls without wgmma
 turns_schedule              backward  whether the fused Hopper kernel serves deterministic calls
