@@ -3,7 +3,7 @@ kernels of its own for all of it (for few keys; by tiles of queries; with dS in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fa2tune.calling.refusals import cannot_be_had
@@ -111,17 +111,28 @@ class Whole(NamedTuple):
         return problem.specialization, gpu.name, self.role
 
 
-def whole(
+def wholes(
     problem: Problem, choices: Mapping[str, Choice], divided: Division, gpu: Gpu
-) -> tuple[Whole | None, str]:  # fmt: skip
-    """What is to make all of a backward in place of ``choices``, whose work is ``divided``, None: nothing is; and why it could
-    not be had before in this process, "": it was not refused."""
+) -> Iterator[tuple[Whole, str]]:  # fmt: skip
+    """What may make all of a backward in place of ``choices``, whose work is ``divided``, the first choice first; and why it
+    could not be had before in this process, "": it was not refused."""
     for role, kind in WHOLE_KINDS.items():
         config = kind.config_of(problem, choices, divided.parts, divided.order, gpu)
         if config is not None:
             found = Whole(role, config)
-            return found, _REFUSED.get(found.place(problem, gpu), "")
-    return None, ""
+            yield found, _REFUSED.get(found.place(problem, gpu), "")
+
+
+def whole(
+    problem: Problem, choices: Mapping[str, Choice], divided: Division, gpu: Gpu
+) -> tuple[Whole | None, str]:  # fmt: skip
+    """The first of ``wholes`` that was not refused; of none such the first of all, and why it was; None: there is none."""
+    first: tuple[Whole | None, str] = (None, "")
+    for found, refused in wholes(problem, choices, divided, gpu):
+        if not refused:
+            return found, ""
+        first = first if first[0] is not None else (found, refused)
+    return first
 
 
 def without(
@@ -148,8 +159,9 @@ def backward_plan(
     if not may_split:
         return planned({}, "")
     divided = division(problem, choices, gpu)
-    found, refused = whole(problem, choices, divided, gpu)
-    if found is not None and not refused:
+    for found, refused in wholes(problem, choices, divided, gpu):
+        if refused:
+            continue
         try:
             made = found.kind.plan(problem, **given, config=found.config)
             if isinstance(made, StoredDsPlan):
@@ -159,7 +171,7 @@ def backward_plan(
             if not cannot_be_had(error):
                 raise
             _REFUSED[found.place(problem, gpu)] = str(error)
-            warn_once(f"the first choice for {BACKWARD} failed on {gpu.name} ({error}); next: {', '.join(choices)}")
+            warn_once(f"a choice for {BACKWARD}, {found.kind.what}, failed on {gpu.name} ({error}); another one serves")
     if divided.parts == divided.groups:
         return planned(divided.groups, divided.order)
     try:

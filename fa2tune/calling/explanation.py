@@ -73,8 +73,8 @@ class Served:
     split: Config | None = None
     unsplit: str = ""  #: why it does not although that is expected to be faster
     whole: Whole | None = None  #: what makes all of a backward in place of the rows' kernels, of "bwd"
-    #: config of the kernel that could not be had
-    unsplit_of: Config | None = None
+    unsplit_of: Config | None = None  #: config of the kernel that could not be had
+    unsplit_whole: Whole | None = None  #: the same of what would make all of a backward, of "bwd"
     few_tiles: bool = False  #: whether the row's kernel has the schedule model's config for few tiles, or would have it
     form: str = ""  #: of the row's kernel, where it is another than the row's: "alone on the GPU"
     otherwise: Config | None = None  #: that would run if none of the schedule model's did
@@ -374,9 +374,8 @@ class Explanation:
             problem = self._posed(one)
             if one.whole is not None:
                 said.append(one.whole.kind.about(problem, one.whole.config, self.gpu.arch))
-            elif one.unsplit and one.kernel == BACKWARD:
-                what = "dS in memory" if "SLICES" in (one.unsplit_of or {}) else "one kernel for all of it"
-                said.append(f"bwd: {what} is expected to be faster, but {one.unsplit}.")
+            elif one.unsplit_whole is not None:
+                said.append(f"bwd: {one.unsplit_whole.kind.what}: expected to be faster, but {one.unsplit}.")
             elif one.split is not None and one.kernel != "fwd":
                 said.append(split_backward_schedule.about_keys(problem, one.split, self.gpu.arch))
             elif one.split is not None:

@@ -100,11 +100,11 @@ def _served_backward(chooser: Chooser, deterministic: bool, first: bool = True) 
     )  # fmt: skip
     _, kinds = chooser.strategy(split)
     divided = backward_plans.division(problem, choices, chooser.gpu)
-    one, refused_one = backward_plans.whole(problem, choices, divided, chooser.gpu)
-    if one is not None:
-        whole = _with_whole(whole, problem, one, refused_one, chooser.gpu)
-        if whole.runs is not None:
-            return [whole]
+    for one, refused_one in backward_plans.wholes(problem, choices, divided, chooser.gpu):
+        tried = _with_whole(whole, problem, one, refused_one, chooser.gpu)
+        if tried.runs is not None:
+            return [tried]
+        whole = whole if whole.unsplit else tried  # the first choice is named
     found = [_served(chooser, kernel, kinds.get(kernel), choices[kernel]) for kernel in STRATEGIES[strategy]]
     if deterministic and strategy == FUSED and any(one.lacking for one in found):
         return _served_backward(chooser, deterministic, first=False)  # as a call does
@@ -124,7 +124,7 @@ def _with_whole(whole: Served, problem: Problem, one: Whole, refused: str, gpu: 
     """A backward all of which kernels of its own make; ``refused``: they do not, although that is expected to be faster."""
     found = _Runs(one.kernels(problem, gpu.arch), gpu)
     if why := refused or found.lacking:
-        return replace(whole, unsplit=why, unsplit_of=one.config)
+        return replace(whole, unsplit=why, unsplit_whole=one)
     return replace(
         whole, config=one.config, otherwise=whole.config, runs=found.configs, binaries=found.binaries, whole=one
     )

@@ -36,7 +36,7 @@ def able(problem: Problem, arch: int) -> bool:
 
 
 def can(problem: Problem, config: Config, arch: int) -> bool:
-    """Whether there are kernels for what runs after it, where it can."""
+    """Whether the kernels that run after it are there."""
     if (
         config["SPLITS"] > 1
         and companion_path(BWD_DQ_COMBINE, replace(problem, mask=FULL).specialization, arch) is None

@@ -1,4 +1,4 @@
-"""The plan of a backward that kernels of their own make in place of a strategy's: what both kinds share."""
+"""The plan of a backward that kernels of their own make in place of a strategy's: what all kinds share."""
 
 from __future__ import annotations
 

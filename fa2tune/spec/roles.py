@@ -127,7 +127,7 @@ ROLES = {
         ("BLOCK_N", "SPLITS"),
         {"fits": _ASKED, "config_of": ("spec", "splits")},
     ),
-    BWD_DQ_COMBINE: Role("adds up these parts", ("dq_parts", "dq")),
+    BWD_DQ_COMBINE: Role("adds up dq_parts, of bwd_dq_split or bwd_query_tiles", ("dq_parts", "dq")),
     BWD_ONE_TILE: Role(
         "a whole backward of at most BLOCK_N keys, BLOCK_M queries at a time; in PARTS parts of these, bwd_gather runs after",
         ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv"),

@@ -1,6 +1,7 @@
-"""After kernels/sm90/bwd_dq_split.py: dQ as the sum over the parts of the keys, in a fixed order, scaled and rounded once.
+"""After kernels/sm90/bwd_dq_split.py or bwd_query_tiles.py: dQ as the sum over the parts of the keys, in a fixed order, scaled
+and rounded once.
 
-Bound by memory, so it has no search space: one fixed config."""
+Bound by memory, so nothing is searched: its tile is fixed."""
 
 import triton
 import triton.language as tl

@@ -1,6 +1,7 @@
-"""After a backward whose query groups are split into parts: dK and dV as the sums of the parts' own, in a fixed order.
+"""After a backward whose query groups, query blocks or tiles of queries have dK and dV of their own: the sums of these, in a
+fixed order.
 
-Bound by memory, so it has no search space: one fixed config."""
+Bound by memory, so nothing is searched: its tile is fixed."""
 
 import triton
 import triton.language as tl

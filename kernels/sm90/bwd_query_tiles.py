@@ -4,7 +4,8 @@ results are the same bits on every run.
 
 Where a key head has several tiles of queries, over all of its query heads, dK and dV of each are written for themselves, and
 kernels/portable/bwd_gather.py adds them up. Key blocks may be split into SPLITS parts, each a program's, whose dQ is written as
-float32 sums that kernels/portable/bwd_dq_combine.py adds up.
+float32 sums that kernels/portable/bwd_dq_combine.py adds up. Under a mask that is bounded on the left the blocks in front of it
+are walked, too.
 
 Each group of four warps has 64 query rows of S, dP and dQ. Of 128 rows there are two, each with half of the columns of dK and
 dV; of 64 rows a multiprocessor holds two programs, if shared memory does. All warps are one partition, which loads for
@@ -103,7 +104,7 @@ class Form(NamedTuple):
     M: gl.constexpr
     N: gl.constexpr
     STAGES: gl.constexpr
-    ONE_AT_A_TIME: gl.constexpr  #: registers do not hold dK beside dV of a block
+    ONE_AT_A_TIME: gl.constexpr  #: registers do not hold dK and dV of a block both
     HIDE: gl.constexpr
     APPLY: gl.constexpr
     GRAD: gl.constexpr
@@ -232,7 +233,7 @@ def _over_keys(acc, begin, end, own, tile, smem, ready, memory, call, form, MASK
             put_parts(dv, memory.dv, tile.b, tile.place, block * form.N, smem.v, stage)
         acc, left = products_done_with(acc, left, len(smem.k))
         dk = products_done(dk)
-        thread_barrier()  # nor is K
+        thread_barrier()  # K is not read any more
         put_parts(scaled(dk, call.softmax_scale), memory.dk, tile.b, tile.place, block * form.N, smem.k, stage)
         if form.STAGES == 1:
             if block + 1 < tile.end:
@@ -300,7 +301,7 @@ def bwd_hopper_query_tiles_kernel(
     blocks = gl.cdiv(seqlen_k, BLOCK_N)
     seen = blocks
     if RIGHT_BOUNDED:
-        seen = gl.maximum(gl.minimum(BLOCKS_BELOW(start_m + BLOCK_M, seqlen_q, seqlen_k, window, BLOCK_N), blocks), 0)
+        seen = BLOCKS_BELOW(start_m + BLOCK_M, seqlen_q, seqlen_k, window, BLOCK_N)  # at least one
     begin, end = seen * part // SPLITS, seen * (part + 1) // SPLITS
     tile = Tile(b, h, h_kv, h * tiles + number, begin, end)
 
@@ -314,7 +315,7 @@ def bwd_hopper_query_tiles_kernel(
         gl.allocate_shared_memory(q[0].dtype, [1, BLOCK_M, BLOCK_N], layout),
         gl.allocate_shared_memory(q[0].dtype, [1, BLOCK_M, BLOCK_N], layout),
     )  # fmt: skip
-    #: columns of dK and dV that a group has: beside dQ's, registers hold those of one
+    #: registers do not hold dK and dV both, next to dQ
     ONE_AT_A_TIME: gl.constexpr = (192 if BLOCK_M == 128 else 128) < BLOCK_D + REST_D
     q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

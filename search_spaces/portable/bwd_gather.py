@@ -1,4 +1,4 @@
-"""kernels/portable/bwd_gather.py sums dK and dV of the parts of a query group. Bound by memory: its tile is fixed."""
+"""kernels/portable/bwd_gather.py sums dK and dV of parts. Bound by memory: its tile is fixed."""
 
 from fa2tune.spec.variant import SearchSpace
 

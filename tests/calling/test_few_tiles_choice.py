@@ -363,6 +363,14 @@ def test_q_read_from_shared_memory_costs_what_it_took_in_races() -> None:
     short = list(pairs_of_q_read(longer=False))
     assert len(short) >= 1
     assert geometric_mean(took for took, _ in short) < 1.01 and all(expected == 1.0 for _, expected in short)
+    (us,) = (us for call, us in raced("forward_behind") if (call.head_dim, call.head_dim_v) == (192, 64))
+    call, turns = described("4 x 1/1 heads, 7419 queries, 7419 keys, head dim 192/64, causal"), {"PINGPONG": False}
+    kept = {**fwd.of_tiles(call.specialization, 128, 128, 0), "NUMBERED": False}
+    cost = few_tiles.q_read_cost(call, {**kept, **turns, "Q_IN_REGISTERS": False})
+    assert (
+        us["served"] / us[script("dense_forwards").label(kept)] == pytest.approx(cost, abs=0.02)
+        and few_tiles.q_read_cost(call, kept) == 1.0
+    )
     for call in ("3 x 16/16 heads, 2603 queries, 2603 keys, head dim 256/80, full",
                  "3 x 2/2 heads, 1373 queries, 1373 keys, head dim 152/136, full",
                  "2 x 2/2 heads, 3500 queries, 3500 keys, head dim 112/176, full",

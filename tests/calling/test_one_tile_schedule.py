@@ -198,7 +198,7 @@ def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) ->
     assert made == ["one", "strategy", "strategy"]
     assert backward_plans.backward_plan(CROSS, "fused", choices(CROSS), H200, {}, False) == "plan"
     found = serving.explain_problem(CROSS, H200, ("bwd",))
-    assert "bwd: one kernel for all of it is expected to be faster, but ptxas failed." in str(found)
+    assert "bwd: all of it by one kernel: expected to be faster, but ptxas failed." in str(found)
 
 
 def test_bench_names_the_kernels() -> None:

@@ -75,15 +75,16 @@ def test_estimates_are_near_the_times_that_they_were_fitted_to() -> None:
 
 
 def test_what_is_taken_was_faster() -> None:
-    """But for two calls: 1 head of 127 queries of 800 keys at 200, whose split kernels are estimated at 1.36 of their time, and
-    36 heads of 123 tokens at 16."""
-    ratios = dict[str, float]()
+    """But for one head of 127 queries of 800 keys at 200, whose split kernels are estimated at 1.36 of their time."""
+    ratios, untimed = dict[str, float](), list[str]()
     for name, problem, us in RECORD:
         if (config := chosen(problem)) is not None:
-            time = us.get(f"{config['BLOCK_M']} rows, {config['SPLITS']} parts", min(us.values()))
-            ratios[name] = time / us["served"]
-    assert len(ratios) >= 24
-    assert {name for name, ratio in ratios.items() if ratio > 0.93} <= {"1 1 1 127 800 200 200 causal", "t3 43 any"}
+            if (time := us.get(f"{config['BLOCK_M']} rows, {config['SPLITS']} parts")) is None:
+                untimed.append(name)
+            else:
+                ratios[name] = time / us["served"]
+    assert len(ratios) >= 23 and len(untimed) <= 2
+    assert {name for name, ratio in ratios.items() if ratio > 0.93} <= {"1 1 1 127 800 200 200 causal"}
     assert max(ratios.values()) < 1.13
     assert math.exp(sum(map(math.log, ratios.values())) / len(ratios)) < 0.8
 
@@ -121,7 +122,22 @@ def test_few_queries_and_short_sequences() -> None:
     ids=str,
 )
 def test_other_calls_are_not(other: dict[str, Any]) -> None:
-    assert chosen(replace(SPLIT, **other)) is None
+    assert query_tiles_schedule.asked(SPLIT, H200)
+    assert not query_tiles_schedule.asked(replace(SPLIT, **other), H200) and chosen(replace(SPLIT, **other)) is None
+
+
+def test_several_tiles_of_ungrouped_heads_must_gain_more() -> None:
+    """Their dK and dV are rounded twice: one tile of 128 rows serves unless two of 64 are 15 % faster."""
+    for queries in range(65, 129, 9):
+        problem = Problem("bf16", 8, 6, 6, queries, 300, 64, 64, CAUSAL)
+        found = query_tiles_schedule.best(problem, H200)
+        assert found is not None
+        times = {
+            config["BLOCK_M"]: query_tiles_schedule.query_tiles_us(problem, config, H200)
+            for config in query_tiles_schedule.candidates(problem, H200)
+            if config["SPLITS"] == 1
+        }
+        assert (found[1]["BLOCK_M"] == 128) is (times[64] > 0.85 * times[128]) or found[1]["SPLITS"] > 1
 
 
 def test_nor_on_other_gpus_or_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +147,9 @@ def test_nor_on_other_gpus_or_switched_off(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_sums_take_limited_memory() -> None:
-    wide = replace(MANY, seqlen_q=500)
-    for problem in (MANY, wide, SPLIT):
+    wide, fewer = (replace(MANY, batch=batch, seqlen_q=200) for batch in (30, 1))
+    assert query_tiles_schedule.best(fewer, H200) is not None
+    for problem in (MANY, wide, fewer, SPLIT):
         for config in query_tiles_schedule.candidates(problem, H200):
             spaces = query_tiles.workspaces(problem, config)
             taken = sum(math.prod(sizes) * (4 if dtype == "fp32" else 2) for sizes, dtype in spaces.values())
@@ -183,7 +200,7 @@ def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) ->
         assert backward_plans.backward_plan(SHORT, "fused", choices, H200, {}, True) == "plan"
     assert made == ["tiles", "strategy", "strategy"]
     found = serving.explain_problem(SHORT, H200, ("bwd",))
-    assert "bwd: one kernel for all of it is expected to be faster, but ptxas failed." in str(found)
+    assert "bwd: tiles of queries: expected to be faster, but ptxas failed." in str(found)
 
 
 def test_what_served_is_counted() -> None:

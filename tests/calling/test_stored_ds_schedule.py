@@ -140,7 +140,7 @@ def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) ->
         assert backward_plans.backward_plan(LONG, "split", choices(LONG), H200, {}, True) == "plan"
     assert made == ["stored", "strategy", "strategy"]
     found = serving.explain_problem(LONG, H200, ("bwd",))
-    assert "bwd: dS in memory is expected to be faster, but ptxas failed." in str(found)
+    assert "bwd: dS in memory: expected to be faster, but ptxas failed." in str(found)
 
 
 def test_rows_that_begin_within_a_sector_have_more_tiles_under_way() -> None:

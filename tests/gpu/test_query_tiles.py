@@ -112,11 +112,14 @@ def test_the_same_bits_on_every_run_stream_and_replay(rows: int, splits: int) ->
     check_stream_and_graph(lambda: posed.run(plan), first)
 
 
-def test_memory_that_is_given_out_again_at_once() -> None:
-    """Kernels that add up start early, and the next call's first one uses the parts' memory again."""
-    posed = Posed(Problem("bf16", 3, 4, 4, 200, 600, 192, 192, CAUSAL))
-    first, plan = posed.run(posed.plan(64, 4)), posed.plan(64, 4)
-    check_memory_given_out_again(posed, plan, first)
+@pytest.mark.parametrize(("queries", "rows", "splits"), [(200, 64, 4), (100, 128, 5), (200, 128, 1)])
+def test_memory_that_is_given_out_again_at_once(queries: int, rows: int, splits: int) -> None:
+    """Kernels that add up start early. Their parts' memory is overwritten behind them: of both, of dQ alone, of dK and dV."""
+    posed = Posed(Problem("bf16", 3, 4, 4, queries, 600, 192, 192, CAUSAL))
+    first, plan = posed.run(posed.plan(rows, splits)), posed.plan(rows, splits)
+    size = passes.placed(query_tiles.workspaces(posed.problem, plan.config), torch.bfloat16, 0)[1]
+    assert size
+    check_memory_given_out_again(posed, plan, first, size // 2)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from fa2tune.calling.schedules import fused_schedule, one_tile_schedule, split_backward_schedule, stored_ds_schedule
@@ -45,10 +46,11 @@ SHARED = {1: 1.0, 2: 1.69, 3: 2.81}
 IN_PARTS_US, ONE_STAGE_US, SECTOR_COST = 0.4, 0.78, 1.15
 #: Of a call; of the launch that adds up parts of dQ; of the one that adds up the tiles' dK and dV, and of GATHERED more.
 CALL_US, COMBINE_US, GATHER_US, GATHERED_US = 0.7, 3.4, 0.96, 0.54
-#: Share of the memory's bandwidth at which all of them move what they read and write.
+#: Share of the memory's bandwidth at which all of them move what they read and write, but for a whole dQ: with it the fit is as
+#: near, and short calls are left that gained a fifth.
 MEMORY_RATE = 0.55
-#: It must be predicted to be faster than what serves otherwise by this share; and where several tiles of one query head a key
-#: head are rounded once more, by the other, as ``one_tile_schedule`` has it.
+#: It must be predicted to be faster than what serves otherwise by this share; of ungrouped heads with several tiles, whose dK
+#: and dV are rounded twice, by the second, as ``one_tile_schedule`` has it.
 MARGIN, ROUNDED_TWICE = 0.1, one_tile_schedule.ROUNDED_TWICE
 #: Programs that there are, in turns of as many as multiprocessors hold at once.
 TURNS = (0.5, 1, 2)
@@ -118,12 +120,24 @@ def candidates(problem: Problem, gpu: Gpu) -> Iterator[Config]:
                 yield config
 
 
+def _rounds_twice(problem: Problem, config: Config) -> bool:
+    """Whether dK and dV are rounded once more than by what serves otherwise."""
+    return problem.group == 1 and query_tiles.tiles(problem, config) > 1
+
+
 @lru_cache(maxsize=1024)
 def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
     """(estimated microseconds, config) of the fastest, the fewest parts where two are as fast; None: all take too much
     memory."""
     found = [(query_tiles_us(problem, config, gpu), config) for config in candidates(problem, gpu)]
-    return min(found, key=lambda one: (one[0], one[1]["SPLITS"]), default=None)
+
+    def fastest(some: list[tuple[float, Config]]) -> tuple[float, Config] | None:
+        return min(some, key=lambda one: (one[0], one[1]["SPLITS"]), default=None)
+
+    once, any_tiles = fastest([one for one in found if not _rounds_twice(problem, one[1])]), fastest(found)
+    if once is None or any_tiles is None:
+        return any_tiles
+    return once if any_tiles[0] > (1 - ROUNDED_TWICE) * once[0] else any_tiles
 
 
 def asked(problem: Problem, gpu: Gpu) -> bool:
@@ -158,8 +172,8 @@ def config_of(
     if (otherwise := otherwise_us(problem, choices, parts, order, gpu)) is None:
         return None
     time, config = found
-    again = problem.group == 1 and query_tiles.tiles(problem, config) > 1
-    return config if time < (1 - (ROUNDED_TWICE if again else MARGIN)) * otherwise else None
+    margin = ROUNDED_TWICE if _rounds_twice(problem, config) else MARGIN
+    return config if time < (1 - margin) * otherwise else None
 
 
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
@@ -168,12 +182,17 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
         return []
     if problem.extent.ragged or not query_tiles.able(problem, arch):
         return []
-    posed, spec = replace(problem, seqlen_q=2 * FULL_TILE), problem.specialization  # several tiles
-    space = query_tiles.space_of(problem, arch)
-    configs = [space.config_of(spec, rows, splits) for rows in space.rows_of(spec) for splits in (1, 2)]
-    whole = [config for config in configs if query_tiles.can(posed, config, arch)]
-    found = [one for config in whole for one in query_tiles.kernels(posed, config, arch)]
-    return [(variant, config, replace(its, seqlen_q=problem.seqlen_q)) for variant, config, its in found]
+    spec, space = problem.specialization, query_tiles.space_of(problem, arch)
+    one_tile, several = (replace(problem, heads_q=problem.heads_kv, seqlen_q=queries) for queries in (1, 2 * FULL_TILE))
+    found = []
+    for rows, splits, posed in product(space.rows_of(spec), (1, 2), (one_tile, several)):
+        config = space.config_of(spec, rows, splits)
+        if query_tiles.can(posed, config, arch):
+            found += query_tiles.kernels(posed, config, arch)
+    return [
+        (variant, config, replace(its, heads_q=problem.heads_q, seqlen_q=problem.seqlen_q))
+        for variant, config, its in found
+    ]
 
 
 def about(problem: Problem, config: Config, arch: int) -> str:
