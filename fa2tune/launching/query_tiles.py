@@ -78,7 +78,7 @@ def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, 
 def workspaces(problem: Problem, config: Config) -> Workspaces:
     """Memory for the tiles' dK and dV, which are rounded once more, as those of a split query group are, and for the parts'
     dQ."""
-    found = dq_parts.workspaces(problem, config["SPLITS"])
+    found = {**dq_parts.workspaces(problem, config["SPLITS"])}
     if (count := tiles(problem, config)) > 1:
         ours = group_parts.split(problem, count)
         found |= {own: (group_parts.sizes_of(ours, name), "") for name, own in _PARTS_OF.items()}
