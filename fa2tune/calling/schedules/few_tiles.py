@@ -110,7 +110,8 @@ NARROW_PART_DIMS, NARROW_PART = (128, 160), 1.2
 #: where products read Q from shared memory, over one where registers hold it, with maxima; and with norms, where groups take no
 #: turns. With turns and norms both are level. 18 raced pairs: 1.04 to 1.20, 1.01 to 1.14, 0.98 to 1.02; of 289 and 314 keys
 #: 1.12 and 1.08, of 80 0.93; of Q up to WHOLE_DIM 0.96 to 1.04. And a block of 128 keys with maxima where groups take no turns,
-#: as a row has it: one pair, 192 / 64 (docs/experiments/few-tiles.md).
+#: as a row has it, and O has room of its own: one pair, 192 / 64. With O in halves it takes 0.79 at 176 / 120, and as long at
+#: 192 / 128 (docs/experiments/few-tiles.md).
 KEPT_KEYS, Q_READ, Q_READ_NORMS, Q_READ_128 = 256, 1.12, 1.07, 1.22
 #: Of dense calls of one head dim above the first and up to the second, by whether groups take turns and whether Q is kept in
 #: registers: a block of 128 rows and 64 keys over one with both, without a mask and under one. And with V in halves: a block of
@@ -193,7 +194,8 @@ def q_read_cost(problem: Problem, config: Config) -> float:
     if config["Q_IN_REGISTERS"]:
         return 1.0
     if tiles == (128, 128, 1):
-        return 1.0 if config["PINGPONG"] or config["RESCALE"] == "never" else Q_READ_128
+        known = not config["PINGPONG"] and config["O_THROUGH"] == "own" and config["RESCALE"] != "never"
+        return Q_READ_128 if known else 1.0
     if tiles != (128, 64, 1):
         return 1.0
     if config["RESCALE"] == "never":
