@@ -33,14 +33,14 @@ SHORT = Problem("bf16", 18, 2, 2, 183, 183, 128, 128, CAUSAL)
 MANY = Problem("bf16", 30, 54, 54, 107, 4496, 136, 136, FULL)
 
 
-def recorded() -> Iterator[tuple[str, Problem, Mapping[str, float]]]:
+def recorded(name: str) -> Iterator[tuple[str, Problem, Mapping[str, float]]]:
     """(Name, call, its times; without the kernel: "served")."""
-    record = json.loads(gzip.decompress((BENCHMARKS / "calls/query_tiles.json.gz").read_bytes()))
+    record = json.loads(gzip.decompress((BENCHMARKS / f"calls/{name}.json.gz").read_bytes()))
     for name, call in record["calls"].items():
         yield name, timing.posed(call), call["us"]
 
 
-RECORD = list(recorded())
+RECORD = list(recorded("query_tiles"))
 
 
 @pytest.fixture(autouse=True)
@@ -75,28 +75,27 @@ def test_estimates_are_near_the_times_that_they_were_fitted_to() -> None:
 
 
 def test_what_is_taken_was_faster() -> None:
-    """But for one head of 127 queries of 800 keys at 200, whose split kernels are estimated at 1.36 of their time."""
+    """In the record that the model was fitted to, and in a later one."""
     ratios, untimed = dict[str, float](), list[str]()
-    for name, problem, us in RECORD:
+    for name, problem, us in (*RECORD, *recorded("query_tiles_held_out")):
         if (config := chosen(problem)) is not None:
             if (time := us.get(f"{config['BLOCK_M']} rows, {config['SPLITS']} parts")) is None:
                 untimed.append(name)
             else:
                 ratios[name] = time / us["served"]
-    assert len(ratios) >= 23 and len(untimed) <= 2
-    assert {name for name, ratio in ratios.items() if ratio > 0.93} <= {"1 1 1 127 800 200 200 causal"}
-    assert max(ratios.values()) < 1.13
+    assert len(ratios) >= 25 and len(untimed) <= 2
+    assert max(ratios.values()) < 0.99
     assert math.exp(sum(map(math.log, ratios.values())) / len(ratios)) < 0.8
 
 
 def test_calls_that_gained_much_are_taken() -> None:
-    """Five that gained 13 to 20 % are left."""
+    """Six that gained 13 to 20 % are left."""
     left = {
         name: min(us.values()) / us["served"]
         for name, problem, us in RECORD
         if chosen(problem) is None and min(us.values()) < 0.88 * us["served"]
     }
-    assert len(left) <= 5 and min(left.values()) > 0.79
+    assert len(left) <= 6 and min(left.values()) > 0.79
 
 
 def test_few_queries_and_short_sequences() -> None:

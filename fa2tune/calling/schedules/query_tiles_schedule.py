@@ -52,6 +52,10 @@ MEMORY_RATE = 0.55
 #: It must be predicted to be faster than what serves otherwise by this share; of ungrouped heads with several tiles, whose dK
 #: and dV are rounded twice, by the second, as ``one_tile_schedule`` has it.
 MARGIN, ROUNDED_TWICE = 0.1, one_tile_schedule.ROUNDED_TWICE
+#: Where both kernels of a split backward serve otherwise they must be predicted to be faster by this share: short calls of
+#: these take 0.9 of what is estimated in the mean, and down to 0.74. Of 12 calls that a tenth would take three lost 1 to 15 %,
+#: one of them held out of the fit, as was another, and 15 % of one call's time is given up.
+SPLIT_MARGIN = 0.22
 #: Programs that there are, in turns of as many as multiprocessors hold at once.
 TURNS = (0.5, 1, 2)
 #: Calls of more queries gained 7 % at most: 390 of five heads. They are not estimated.
@@ -173,6 +177,8 @@ def config_of(
         return None
     time, config = found
     margin = ROUNDED_TWICE if _rounds_twice(problem, config) else MARGIN
+    if split_backward_schedule.covers(problem, choices):
+        margin = SPLIT_MARGIN
     return config if time < (1 - margin) * otherwise else None
 
 
