@@ -1,10 +1,8 @@
 """Whether one kernel by tiles of queries makes the whole backward of a call, and into how many parts its keys are split:
 arithmetic on the host, no GPU.
 
-``launching/query_tiles.py`` has five products a block where split kernels have seven, and one launch, with up to two behind it
-that add up what tiles and parts have made. Programs of a multiprocessor follow one another, and those of fewer key blocks,
-under a causal mask, are given out with the others, in turn. Constants are fitted to times of calls on an H200
-(docs/experiments/query-tiles.md)."""
+``launching/query_tiles.py`` has five products a block where split kernels have seven. Its launch is followed by up to two that
+add up what tiles and parts have made. Constants are fitted to times of calls on an H200 (docs/experiments/query-tiles.md)."""
 
 from __future__ import annotations
 
@@ -52,9 +50,8 @@ MEMORY_RATE = 0.55
 #: It must be predicted to be faster than what serves otherwise by this share; of ungrouped heads with several tiles, whose dK
 #: and dV are rounded twice, by the second, as ``one_tile_schedule`` has it.
 MARGIN, ROUNDED_TWICE = 0.1, one_tile_schedule.ROUNDED_TWICE
-#: Where both kernels of a split backward serve otherwise they must be predicted to be faster by this share: short calls of
-#: these take 0.9 of what is estimated in the mean, and down to 0.74. Of 12 calls that a tenth would take three lost 1 to 15 %,
-#: one of them held out of the fit, as was another, and 15 % of one call's time is given up.
+#: The share above head dim 128, where the strategy's kernels are the split ones. Short calls of these take 0.9 of what is
+#: estimated in the mean, and down to 0.74: by a tenth, three of 12 raced calls lost 1 to 15 %.
 SPLIT_MARGIN = 0.22
 #: Programs that there are, in turns of as many as multiprocessors hold at once.
 TURNS = (0.5, 1, 2)
