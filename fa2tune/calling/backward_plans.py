@@ -171,7 +171,9 @@ def backward_plan(
             if not cannot_be_had(error):
                 raise
             _REFUSED[found.place(problem, gpu)] = str(error)
-            warn_once(f"a choice for {BACKWARD}, {found.kind.what}, failed on {gpu.name} ({error}); another one serves")
+            after, unless = whole(problem, choices, divided, gpu)
+            following = ", ".join(choices) if after is None or unless else after.kind.what
+            warn_once(f"the first choice for {BACKWARD} failed on {gpu.name} ({error}); next: {following}")
     if divided.parts == divided.groups:
         return planned(divided.groups, divided.order)
     try:

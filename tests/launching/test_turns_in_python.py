@@ -16,7 +16,7 @@ from public_gpu import public_gpu
 from test_computed_in_python import TOP_LEFT, Call, check_backward, computed, inputs, unset, wanted
 
 import fa2tune
-from fa2tune.calling.schedules import turns_schedule
+from fa2tune.calling.schedules import query_tiles_schedule, turns_schedule
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import CAUSAL, FULL
@@ -129,6 +129,7 @@ def test_no_tile_waits_for_a_program_that_has_not_started(
 def test_public_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns_schedule, "SERVES", {64: 0, 128: 0})
     monkeypatch.setattr(turns_schedule, "LEAST_ROUNDS", 0)
+    monkeypatch.setattr(query_tiles_schedule, "QUERY_TILES", False)
     given = reference.make_inputs(Problem("fp16", 1, 2, 2, 150, 290, 128, 128, FULL), "cpu", with_dlse=True)
     q, k, v = (one.detach().requires_grad_() for one in (given.q, given.k, given.v))
     with public_gpu() as gpu:
