@@ -26,7 +26,7 @@ import dense_forwards
 import side_by_side
 import torch
 import workloads
-from dense_backwards import posed
+from dense_backwards import SHAPE, posed
 from launch_choices import race
 from one_key_tile import forward
 
@@ -100,8 +100,7 @@ def measured(problem: Problem) -> dict[str, float]:
 
 
 def recorded(problem: Problem) -> dict[str, Any]:
-    shape = {name: getattr(problem, name) for name in ("dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k",
-                                                        "head_dim", "head_dim_v")}  # fmt: skip
+    shape = {field: getattr(problem, field) for field in ("dtype", *SHAPE)}
     return {**shape, "mask": problem.mask.name, "us": measured(problem)}
 
 

@@ -18,14 +18,14 @@ from fa2tune.launching.passes import BackwardPlan, ForwardPlan
 from fa2tune.launching.whole_backward import WholePlan
 from fa2tune.logs import warn_once
 from fa2tune.spec.problem import Config, Problem
-from fa2tune.spec.roles import FWD_80_KEYS, FWD_GROUPED, FWD_ONE_TILE, FWD_SHARES
+from fa2tune.spec.roles import BWD_ONE_TILE, FWD_80_KEYS, FWD_GROUPED, FWD_ONE_TILE, FWD_SHARES
 
 #: How a forward is served whose keys are split among programs, for counting.
 KEYS_SPLIT = "schedule model, keys split"
 #: And one whose tiles have the query heads of a key head as rows.
 GROUPED = "schedule model, tiles of several heads"
-#: And a forward whose tiles have all keys of a key head.
-ONE_TILE = "schedule model, one key tile"
+#: And a forward whose tiles have all keys of a key head, as a backward of few keys by one kernel.
+ONE_TILE = backward_plans.WHOLE_KINDS[BWD_ONE_TILE].step
 #: And a forward in blocks of 80 keys.
 LONGER_BLOCKS = "schedule model, blocks of 80 keys"
 #: And a forward whose programs have equal shares of key blocks.

@@ -18,13 +18,10 @@ from fa2tune.launching import group_parts
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import InterpretedChain, Strides
-from fa2tune.launching.whole_backward import WholePlan, in_one_block
+from fa2tune.launching.whole_backward import WholePlan, in_one_block, launches_of, parts_of_keys
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.roles import BWD_GATHER, BWD_ONE_TILE
 from fa2tune.spec.variant import Variant, Workspaces
-
-#: Its tensors that are workspaces where there are parts, by the names of these.
-_PARTS_OF = {name: group_parts.PARTS_OF[name] for name in ("dk", "dv")}
 
 
 def able(problem: Problem, arch: int) -> bool:
@@ -57,24 +54,13 @@ def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, 
 
 
 def workspaces(problem: Problem, config: Config) -> Workspaces:
-    """Memory for the parts' dK and dV, which are rounded once more, as those of a split query group are."""
-    if config["PARTS"] == 1:
-        return {}
-    ours = group_parts.split(problem, config["PARTS"])
-    return {own: (group_parts.sizes_of(ours, name), "") for name, own in _PARTS_OF.items()}
+    """Memory for the parts' dK and dV."""
+    return parts_of_keys(problem, config["PARTS"])
 
 
 def launches(problem: Problem, config: Config, given: Strides, arch: int) -> Iterator[Bound]:
     """In order."""
-    scalars = {"heads_kv": problem.heads_kv, "parts": config["PARTS"]}
-    kernel, *gather = kernels(problem, config, arch)
-    if not gather:
-        yield Bound(*kernel, given, {}, scalars)
-        return
-    ours = group_parts.split(problem, config["PARTS"])
-    dense = {name: group_parts.dense_strides(ours, name) for name in _PARTS_OF}
-    yield Bound(*kernel, {**given, **dense}, _PARTS_OF, scalars)
-    yield Bound(*gather[0], given, {}, scalars)
+    return launches_of(problem, kernels(problem, config, arch), config["PARTS"], given)
 
 
 def bound(

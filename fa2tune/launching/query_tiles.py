@@ -20,14 +20,11 @@ from fa2tune.launching import dq_parts, group_parts
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import InterpretedChain, Strides
-from fa2tune.launching.whole_backward import WholePlan, in_one_block
+from fa2tune.launching.whole_backward import WholePlan, in_one_block, launches_of, parts_of_keys
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.roles import BWD_DQ_COMBINE, BWD_GATHER, BWD_QUERY_TILES
 from fa2tune.spec.variant import Variant, Workspaces
-
-#: Its tensors that are workspaces where a key head has several tiles, by the names of these.
-_PARTS_OF = {name: group_parts.PARTS_OF[name] for name in ("dk", "dv")}
 
 
 def able(problem: Problem, arch: int) -> bool:
@@ -76,28 +73,14 @@ def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, 
 
 
 def workspaces(problem: Problem, config: Config) -> Workspaces:
-    """Memory for the tiles' dK and dV, which are rounded once more, as those of a split query group are, and for the parts'
-    dQ."""
-    found = {**dq_parts.workspaces(problem, config["SPLITS"])}
-    if (count := tiles(problem, config)) > 1:
-        ours = group_parts.split(problem, count)
-        found |= {own: (group_parts.sizes_of(ours, name), "") for name, own in _PARTS_OF.items()}
-    return found
+    """Memory for the parts' dQ, and for the tiles' dK and dV."""
+    return {**dq_parts.workspaces(problem, config["SPLITS"]), **parts_of_keys(problem, tiles(problem, config))}
 
 
 def launches(problem: Problem, config: Config, given: Strides, arch: int) -> Iterator[Bound]:
     """In order."""
-    count = tiles(problem, config)
-    scalars = {"heads_kv": problem.heads_kv, "parts": count, "SPLITS": config["SPLITS"]}
-    main, *behind = kernels(problem, config, arch)
-    if count == 1:
-        yield Bound(*main, given, {}, scalars)
-    else:
-        ours = group_parts.split(problem, count)
-        dense = {name: group_parts.dense_strides(ours, name) for name in _PARTS_OF}
-        yield Bound(*main, {**given, **dense}, _PARTS_OF, scalars)
-    for one in behind:
-        yield Bound(*one, given, {}, scalars)
+    scalars = {"SPLITS": config["SPLITS"]}
+    return launches_of(problem, kernels(problem, config, arch), tiles(problem, config), given, scalars)
 
 
 def bound(

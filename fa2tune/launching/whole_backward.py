@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from fa2tune.launching import launch
+from fa2tune.launching import group_parts, launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import InterpretedChain, Strides, TensorPlace, bind, chain, form, strides_of
 from fa2tune.launching.passes import Fresh, empty_ordered, placed, without_memory
 from fa2tune.spec.problem import Config, Problem
-from fa2tune.spec.variant import Workspaces
+from fa2tune.spec.variant import Variant, Workspaces
 
 
 def in_one_block(
@@ -39,6 +39,35 @@ def in_one_block(
         made.append((launched, [places[wanted[name]] for name in names]))
     block = [torch.empty(size, dtype=torch.uint8, device="meta")] if size else []
     return chain(made, device_index), block
+
+
+#: Tensors of a kernel that are workspaces where there are parts, by the names of these.
+_PARTS_OF = {name: group_parts.PARTS_OF[name] for name in ("dk", "dv")}
+
+
+def parts_of_keys(problem: Problem, parts: int) -> Workspaces:
+    """Memory for dK and dV of so many parts of a key head, which are rounded once more, as those of a split query group are."""
+    if parts == 1:
+        return {}
+    ours = group_parts.split(problem, parts)
+    return {own: (group_parts.sizes_of(ours, name), "") for name, own in _PARTS_OF.items()}
+
+
+def launches_of(
+    problem: Problem, kernels: Sequence[tuple[Variant, Config, Problem]], parts: int, given: Strides,
+    scalars: Mapping[str, int] | None = None,
+) -> Iterator[Bound]:  # fmt: skip
+    """Launches of ``kernels``, of which the first makes dK and dV of so many parts of a key head. ``scalars``: more of them."""
+    main, *behind = kernels
+    known = {"heads_kv": problem.heads_kv, "parts": parts, **(scalars or {})}
+    if parts == 1:
+        yield Bound(*main, given, {}, known)
+    else:
+        ours = group_parts.split(problem, parts)
+        dense = {name: group_parts.dense_strides(ours, name) for name in _PARTS_OF}
+        yield Bound(*main, {**given, **dense}, _PARTS_OF, known)
+    for one in behind:
+        yield Bound(*one, given, {}, known)
 
 
 class WholePlan(ABC):

@@ -104,7 +104,7 @@ def test_one_key_tile(
 ) -> None:
     call = Call((lengths,), heads, dims, mask, batch=2, score=score)
     given, right = inputs(call, 0), wanted(call, inputs(call, 0))
-    compare(OneTileGpu(monkeypatch).backward(call, given, right, settings), right)
+    compare(OneTileGpu(monkeypatch).backward(call, given, right, (settings,)), right)
 
 
 @TERMS
@@ -112,7 +112,7 @@ def test_one_key_tile(
 def test_query_tiles(monkeypatch: pytest.MonkeyPatch, mask: Mask, score: Score) -> None:
     call = Call(((90, 150),), (4, 2), (128, 64), mask, batch=2, score=score)
     given, right = inputs(call, 0), wanted(call, inputs(call, 0))
-    compare(QueryTilesGpu(monkeypatch).backward(call, given, right, 64, 2), right)
+    compare(QueryTilesGpu(monkeypatch).backward(call, given, right, (64, 2)), right)
 
 
 @TERMS

@@ -8,30 +8,22 @@ from typing import Any
 import kernels_in_python
 import pytest
 import torch
-from gpu_in_python import PythonGpu
-from test_computed_in_python import SCALE, Call, compare, gradient_of_lse, inputs, unset, wanted
-from test_grouped_in_python import within_nan
+from test_computed_in_python import Call, compare, gradient_of_lse, inputs, wanted
+from whole_in_python import WholeGpu
 
-from fa2tune.launching import one_key_tile, passes, whole_backward
+from fa2tune.launching import one_key_tile
 from fa2tune.search_spaces.sm90 import bwd_one_tile
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+from fa2tune.spec.problem import Config, Problem
 
 
-class OneTileGpu(PythonGpu):
+class OneTileGpu(WholeGpu):
     """For plans of one_key_tile."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch, values=True)
-        self.count_launches_of(monkeypatch, whole_backward)
+    module = one_key_tile
 
-    def backward(
-        self, call: Call, given: dict[str, torch.Tensor], right: dict[str, torch.Tensor], settings: dict[str, Any],
-        dlse: torch.Tensor | None = None, order: str = "bhsd", scale: float = SCALE,
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """Gradients; ``settings``: of a config."""
-        q, k, v, do = (within_nan(given[name], order) for name in ("q", "k", "v", "do"))
-        o, lse = within_nan(right["o"].half(), order), right["lse"].float()
-        problem = passes.describe(q, k, v, call.mask, scale, call.score, o=o, do=do)
+    def config_of(self, problem: Problem, *form: Any) -> Config:
+        (settings,) = form
         assert one_key_tile.can(problem, 90)
         made = bwd_one_tile.config_of(
             problem.specialization,
@@ -39,21 +31,10 @@ class OneTileGpu(PythonGpu):
             settings.get("HALVES"),
             settings.get("PERSISTENT", False),
         )
-        config = {**made, **settings}
+        config: Config = {**made, **settings}
         assert all(config[name] in values for name, values in bwd_one_tile.SPACE.dimensions.items())
-        gradients = {"dq": unset(q, call.dims[0]), "dk": unset(k, call.dims[0]), "dv": unset(v, call.dims[1])}
-        tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, **gradients}
-        tensors |= {} if dlse is None else {"dlse": dlse}
-        plan = type("Plan", (), {})()
-        plan.chain, block = one_key_tile.bound(problem, tensors, scale, config, 0)
-        self.placed.append(passes.placed(one_key_tile.workspaces(problem, config), q.dtype, 0)[0])
-        assert bool(block) == (config["PARTS"] > 1)
-        addresses = [self.place_values(name, tensor) for name, tensor in tensors.items()]
-        self.run(plan, [*addresses, self.place_workspaces()] if block else addresses)
-        for buffer in self.buffers.values():
-            if buffer.name in gradients or buffer.name.startswith("workspace"):
-                assert (buffer.written == 1).all(), f"each word of {buffer.name} is written once"
-        return gradients
+        assert bool(one_key_tile.workspaces(problem, config)) == (config["PARTS"] > 1)
+        return config
 
 
 @pytest.fixture
@@ -101,17 +82,17 @@ def test_gradients(gpu: OneTileGpu, call: Call, settings: dict[str, Any], order:
     given = inputs(call, 0)
     dlse = gradient_of_lse(call) if call.mask == CAUSAL else None
     right = wanted(call, given, dlse)
-    compare(gpu.backward(call, given, right, settings, dlse, order), right)
+    compare(gpu.backward(call, given, right, (settings,), dlse, order), right)
 
 
 def test_the_same_bits_each_run(gpu: OneTileGpu) -> None:
     call = Call(((100, 90),), (4, 1), (64, 64), CAUSAL)
     given = inputs(call, 0)
     right = wanted(call, given)
-    first = gpu.backward(call, given, right, {"PARTS": 3})
+    first = gpu.backward(call, given, right, ({"PARTS": 3},))
     gpu.bound.clear()
     gpu.placed.clear()
-    again = gpu.backward(call, given, right, {"PARTS": 3})
+    again = gpu.backward(call, given, right, ({"PARTS": 3},))
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
@@ -128,4 +109,4 @@ def test_a_fault_is_found(gpu: OneTileGpu, monkeypatch: pytest.MonkeyPatch) -> N
     given = inputs(call, 0)
     right = wanted(call, given)
     with pytest.raises(AssertionError, match=r"dq|dk"):
-        compare(gpu.backward(call, given, right, {}), right)
+        compare(gpu.backward(call, given, right, ({},)), right)

@@ -8,46 +8,25 @@ from typing import Any
 import kernels_in_python
 import pytest
 import torch
-from gpu_in_python import PythonGpu
-from test_computed_in_python import SCALE, Call, compare, gradient_of_lse, inputs, unset, wanted
-from test_grouped_in_python import within_nan
+from test_computed_in_python import Call, compare, gradient_of_lse, inputs, wanted
+from whole_in_python import WholeGpu
 
-from fa2tune.launching import passes, query_tiles, whole_backward
+from fa2tune.launching import query_tiles
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+from fa2tune.spec.problem import Config, Problem
 
 
-class QueryTilesGpu(PythonGpu):
+class QueryTilesGpu(WholeGpu):
     """For plans of query_tiles."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch, values=True)
-        self.count_launches_of(monkeypatch, whole_backward)
+    module = query_tiles
 
-    def backward(
-        self, call: Call, given: dict[str, torch.Tensor], right: dict[str, torch.Tensor], rows: int, splits: int,
-        dlse: torch.Tensor | None = None, order: str = "bhsd", scale: float = SCALE,
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """Gradients; ``rows``: queries of a tile; ``splits``: parts of the keys."""
-        q, k, v, do = (within_nan(given[name], order) for name in ("q", "k", "v", "do"))
-        o, lse = within_nan(right["o"].half(), order), right["lse"].float()
-        problem = passes.describe(q, k, v, call.mask, scale, call.score, o=o, do=do)
+    def config_of(self, problem: Problem, *form: Any) -> Config:
+        rows, splits = form  # queries of a tile, parts of the keys
         assert query_tiles.able(problem, 90)
-        config = query_tiles.space_of(problem, 90).config_of(problem.specialization, rows, splits)
+        config: Config = query_tiles.space_of(problem, 90).config_of(problem.specialization, rows, splits)
         assert splits <= query_tiles.most_splits(problem, config, 90)
-        gradients = {"dq": unset(q, call.dims[0]), "dk": unset(k, call.dims[0]), "dv": unset(v, call.dims[1])}
-        tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, **gradients}
-        tensors |= {} if dlse is None else {"dlse": dlse}
-        plan = type("Plan", (), {})()
-        plan.chain, block = query_tiles.bound(problem, tensors, scale, config, 0)
-        spaces = query_tiles.workspaces(problem, config)
-        self.placed.append(passes.placed(spaces, q.dtype, 0)[0])
-        assert bool(block) == bool(spaces)
-        addresses = [self.place_values(name, tensor) for name, tensor in tensors.items()]
-        self.run(plan, [*addresses, self.place_workspaces()] if block else addresses)
-        for buffer in self.buffers.values():
-            if buffer.name in gradients or buffer.name.startswith("workspace"):
-                assert (buffer.written == 1).all(), f"each word of {buffer.name} is written once"
-        return gradients
+        return config
 
 
 @pytest.fixture
@@ -82,17 +61,17 @@ def test_gradients(gpu: QueryTilesGpu, call: Call, splits: int, rows: int, order
     given = inputs(call, 0)
     dlse = gradient_of_lse(call) if call.mask == CAUSAL else None
     right = wanted(call, given, dlse)
-    compare(gpu.backward(call, given, right, rows, splits, dlse, order), right)
+    compare(gpu.backward(call, given, right, (rows, splits), dlse, order), right)
 
 
 def test_the_same_bits_each_run(gpu: QueryTilesGpu) -> None:
     call = Call(((140, 90),), (2, 1), (64, 64), CAUSAL)
     given = inputs(call, 0)
     right = wanted(call, given)
-    first = gpu.backward(call, given, right, 64, 2)
+    first = gpu.backward(call, given, right, (64, 2))
     gpu.bound.clear()
     gpu.placed.clear()
-    again = gpu.backward(call, given, right, 64, 2)
+    again = gpu.backward(call, given, right, (64, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
@@ -108,4 +87,4 @@ def test_a_fault_is_found(gpu: QueryTilesGpu, monkeypatch: pytest.MonkeyPatch) -
     given = inputs(call, 0)
     right = wanted(call, given)
     with pytest.raises(AssertionError, match=r"dq|dk"):
-        compare(gpu.backward(call, given, right, 128, 1), right)
+        compare(gpu.backward(call, given, right, (128, 1)), right)
