@@ -113,12 +113,13 @@ def grid(dims: tuple[int, ...]) -> dict[str, tuple[Problem, Mapping[str, float]]
     return found
 
 
-def drawn(seeds: tuple[str, ...]) -> dict[str, tuple[Problem, Mapping[str, float]]]:
-    """Forwards that benchmarks/random_calls.py draws."""
+def drawn(seeds: tuple[str, ...], dims: tuple[int, ...] = ()) -> dict[str, tuple[Problem, Mapping[str, float]]]:
+    """Forwards that benchmarks/random_calls.py draws; with ``dims``, of these head dims."""
     return {
         f"{seed} {name}": (problem, dict[str, float]())
         for seed in seeds
         for name, problem in random_calls.drawn(seed).items()
+        if not dims or problem.head_dim in dims
     }
 
 
@@ -358,7 +359,9 @@ def main(records: tuple[Path, ...], listed: bool, every: int | None, dims: tuple
             "--near, --splits, --shares, --wide, --call: each has forms of its own; got more than one of them"
         )
     wanted = dict(
-        list((calls(records, every, wide, dims, unmasked) | grid(grids) | drawn(seeds) | named(texts)).items())[share]
+        list((calls(records, every, wide, dims, unmasked) | grid(grids) | drawn(seeds, dims) | named(texts)).items())[
+            share
+        ]
     )
     forms_of: Callable[..., dict[str, Config]] = (
         every_form if texts else partial(candidates, wide=wide, share=near_by, splits=splits, shares=shares)

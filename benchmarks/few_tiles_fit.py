@@ -29,7 +29,7 @@ from fa2tune.calling.schedules import few_tiles
 from fa2tune.calling.schedules.few_tiles import DenseShares
 from fa2tune.calling.schedules.tile_order import busiest
 from fa2tune.search_spaces.lib.hopper import SECTOR
-from fa2tune.search_spaces.sm90.fwd import PROGRAMS
+from fa2tune.search_spaces.sm90.fwd import programs
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import Config, Problem
 
@@ -150,7 +150,7 @@ class Calls:
         turns = [one.problem.query_tiles(few_tiles.FULL_TILE) * one.problem.heads_q / MULTIPROCESSORS for one in forms]
         self.few_of = np.where(self.masked, 2, [int(one.config["STAGES"] == 3) for one in forms])
         self.few = np.maximum(0.0, 1 - np.log(np.maximum(turns, 1.0)) / np.log(few_tiles.FEW_TURNS_END))
-        self.programs = np.array([PROGRAMS[one.config["maxnreg"]] for one in forms])
+        self.programs = np.array([programs(one.config) for one in forms])
         self.now = np.log([few_tiles.expected_us(one.problem, one.config, MULTIPROCESSORS) for one in forms])  # type: ignore[arg-type]
         self.rest, self.block, self.start, self.blocks, self.tiles = map(
             np.array, zip(*map(self._terms, forms), strict=True)
@@ -178,7 +178,7 @@ class Calls:
         )
         tiles = (more - played) / 0.05
         return (
-            launch - few_tiles.LAUNCH_US[PROGRAMS[one.config["maxnreg"]]], block, start, played - tiles * start / block, tiles
+            launch - few_tiles.LAUNCH_US[programs(one.config)], block, start, played - tiles * start / block, tiles
         )  # fmt: skip
 
     def logs(self, at: np.ndarray) -> np.ndarray:

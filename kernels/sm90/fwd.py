@@ -434,7 +434,7 @@ def fwd_hopper_kernel(
 
 def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
     tiles = problem.query_tiles(config["BLOCK_M"]) * problem.heads_q
-    return min(tiles, sm_count * space.PROGRAMS[config["maxnreg"]])
+    return min(tiles, sm_count * space.programs(config))
 
 
 def _scalars(problem: Problem, config: Config, _early: bool) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 from fa2tune.search_spaces.lib.common import REGISTERS_HOLD_TILES, REGISTERS_SM, TILES_FIT
 from fa2tune.search_spaces.lib.hopper import (
@@ -16,8 +17,6 @@ from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import WARPGROUP_THREADS, Constraint, SearchSpace, added
 
 ROWS = 64  #: query rows of a consumer group
-#: maxnreg, the registers a thread gets at launch -> programs that a multiprocessor holds at once; 0: as many as one may have.
-PROGRAMS = {0: 1, 128: 2, 80: 3}
 #: Bytes of shared memory of a multiprocessor, of which each program costs 1 KiB beside its own.
 SHARED_BYTES_SM = 228 * 1024
 PRODUCER_REGISTERS = 24  #: a thread, the fewest there are
@@ -35,6 +34,9 @@ LARGEST_BOUND = 2.0**18
 L2_BYTES = 32 << 20
 #: "never" reads all keys once more, at 3 TB/s 100 / n of what n query rows a key head take at 600 TFLOP/s, to gain up to 13 %.
 LEAST_QUERIES = 1024
+#: Up to these head dims exponentials take longer than products, so fewer queries are worth that pass: 465 of 13298 keys at 32
+#: took 0.85 of the time, 286 of 10259 at 16 as long (docs/experiments/narrow-forwards.md).
+NARROW, LEAST_QUERIES_NARROW = 48, 384
 
 #: padded head dim, at least 64 -> the best of the sweeps in docs/experiments.md
 BEST = {
@@ -47,14 +49,24 @@ BEST_CAUSAL = {64: {"Q_STAGES": 1, "NUMBERED": True}, 128: {"Q_STAGES": 1}, 256:
 
 
 def programs(config: Config) -> int:
-    """Programs a multiprocessor holds at once."""
-    return PROGRAMS[config["maxnreg"]]
+    """Programs a multiprocessor holds at once, by maxnreg, the registers that a thread gets at launch; 0: all there are."""
+    return _held(config["BLOCK_M"], config["maxnreg"])
+
+
+@cache
+def _held(rows: int, launch: int) -> int:
+    return REGISTERS_SM // (_threads(rows) * launch) if launch else 1
+
+
+def _threads(rows: int) -> int:
+    """Of a program: its consumer groups and the producer's."""
+    return WARPGROUP_THREADS * (rows // ROWS + 1)
 
 
 def registers(config: Config) -> int:
     """Registers a thread of a consumer group gets: what the groups' share of the launch leaves beside the producer."""
     groups = config["BLOCK_M"] // ROWS
-    launch = config["maxnreg"] or REGISTERS_SM // (WARPGROUP_THREADS * (groups + 1)) // 8 * 8
+    launch = config["maxnreg"] or REGISTERS_SM // _threads(config["BLOCK_M"]) // 8 * 8
     return int(((groups + 1) * launch - PRODUCER_REGISTERS) // groups // 8 * 8)
 
 
@@ -133,8 +145,9 @@ def _with_room(spec: Specialization, config: Config) -> Config:
 
 def of_tiles(spec: Specialization, rows: int, keys: int, maxnreg: int) -> Config:
     """Tiles of so many rows and keys with one Q, "lazy", for calls of few of them: Q in registers, head dims above 64 in parts,
-    and as many stages as there is room for. It may be none of the space's, where these head dims leave no room."""
-    wide = max(spec.head_dim, spec.head_dim_v) > 64
+    as those that leave two groups no registers to share a multiprocessor with else, and as many stages as there is room for. It
+    may be none of the space's, where these head dims leave no room."""
+    wide = max(spec.head_dim, spec.head_dim_v) > 64 or (rows > ROWS and maxnreg > 0)
     config = {
         "BLOCK_M": rows, "BLOCK_N": keys, "Q_STAGES": 1, "PINGPONG": rows > ROWS, "RESCALE": "lazy",
         "Q_IN_REGISTERS": True, "O_THROUGH": "own", "NUMBERED": True, "HEADS_PER_WAVE": 0,
@@ -218,7 +231,8 @@ def suited(problem: Problem, config: Config) -> Config:
         return {**found, "Q_STAGES": 1} if hooks.right and not hooks.diagonal else found
     if problem.extent.ragged:
         return {**config, "HEADS_PER_WAVE": 0}
-    few = problem.seqlen_q * problem.heads_q < LEAST_QUERIES * problem.heads_kv
+    least = LEAST_QUERIES_NARROW if max(problem.head_dim, problem.head_dim_v) <= NARROW else LEAST_QUERIES
+    few = problem.seqlen_q * problem.heads_q < least * problem.heads_kv
     few = few and (problem.seqlen_q == 1 or problem.seqlen_q < problem.seqlen_k)
     return without_norms(config) if few else config
 
@@ -311,7 +325,8 @@ SPACE = SearchSpace(
         "DIVISORS": added(False, older=False),
         # V in three entries of half a block (kernels/lib/hopper_halves.py); not searched: few_tiles offers it
         "V_HALVES": added(False, older=False),
-        "maxnreg": (0, 80, 128),  # registers a thread at launch; 128: two programs share a multiprocessor, 80: three
+        # registers a thread at launch; 128: two programs of 64 rows share a multiprocessor, 80: three, or two of 128 rows
+        "maxnreg": (0, 80, 128),
         "num_warps": (4,),
     },
     constraints=(
@@ -327,9 +342,9 @@ SPACE = SearchSpace(
         Constraint(
             "one_group_shares",
             "maxnreg does not suit the number of consumer groups",
-            "one consumer group leaves the tensor cores idle during its exponentials, unless another program uses them; two "
-            "groups have too few registers to share a multiprocessor",
-            lambda config, spec, arch: (config["BLOCK_M"] == ROWS) == (programs(config) > 1),
+            "one consumer group leaves the tensor cores idle during its exponentials, unless another program uses them; fewer "
+            "registers than there are pay only where another program takes the rest",
+            lambda config, spec, arch: programs(config) > 1 if config["maxnreg"] else config["BLOCK_M"] > ROWS,
         ),
         Constraint(
             "turns_take_groups",

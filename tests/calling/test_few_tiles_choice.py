@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -32,6 +33,7 @@ from fa2tune.spec.problem import Config, Problem, Specialization
 ROOT = Path(__file__).parents[2]
 H200 = gpus.named("h200")
 RECORDS = {"few": 90, "small": 16, "small_64": 5}  #: of benchmarks/launch_choices.py -> calls
+TWO_PROGRAMS = (128, 64, 80)
 CALLS = {"batch": 1, "heads_q": 32, "heads_kv": 8, "seqlen_q": 512, "seqlen_k": 512}
 
 
@@ -43,6 +45,18 @@ def chosen(asked: Problem) -> Choice:
     """By the rows shipped for the H200, whichever Triton is here."""
     shipped = [layer for layer in choosing.layers() if layer.path.name == "h200.sqlite"]
     return choosing.choose(asked, "fwd", H200, None, shipped, lookup.Toolchain("", "", {}))
+
+
+@contextmanager
+def of_forms_then() -> Iterator[None]:
+    """The forms that there were when calls were recorded: without two programs of 128 rows."""
+    now = few_tiles.configs
+
+    def raced(spec: Specialization, arch: int) -> tuple[Config, ...]:
+        return tuple(config for config in now(spec, arch) if tiles(config) != TWO_PROGRAMS)
+
+    with mock.patch.object(few_tiles, "configs", raced):
+        yield
 
 
 def form(config: Config) -> tuple[Any, ...]:
@@ -81,7 +95,8 @@ def losses(name: str) -> tuple[list[float], list[float]]:
         exact = {text(one["configs"]["fwd"]): one["us"] for one in case["candidates"]}
         exact[text(case["chosen"]["fwd"])] = case["chosen_us"]
         like = {form(one["configs"]["fwd"]): one["us"] for one in reversed(case["candidates"])}
-        config = chosen(asked).config
+        with of_forms_then():
+            config = chosen(asked).config
         time = exact.get(text(config), like.get(form(config), case["chosen_us"]))
         best = min(exact.values())
         then.append(case["chosen_us"] / best)
@@ -101,9 +116,9 @@ def errors(name: str) -> Iterator[tuple[few_tiles.TileForm, float]]:
 def test_what_is_expected_is_near_what_was_recorded() -> None:
     found = [one for name in RECORDS for one in errors(name)]
     assert len(found) > 1500
-    for tiles in few_tiles.PACES:
-        own = np.array([error for one, error in found if one == tiles])
-        assert len(own) > 100 and np.sqrt(np.mean(own**2)) < 0.085, tiles
+    for sizes in few_tiles.PACES.keys() - {TWO_PROGRAMS}:
+        own = np.array([error for one, error in found if one == sizes])
+        assert len(own) > 100 and np.sqrt(np.mean(own**2)) < 0.085, sizes
 
 
 @pytest.mark.parametrize(("name", "most", "worst", "level"), [("few", 1.02, 1.25, 77), ("small", 1.02, 1.07, 14),
@@ -124,8 +139,9 @@ def drawn_losses(name: str) -> tuple[list[float], list[float]]:
     then, now = [], []
     for call in record["calls"].values():
         asked = described(call["call"])
-        choice = choosing.Chooser(asked, H200).choose("fwd")
-        instead = in_place_schedule.instead_of(asked, choice.config, H200, choice.row)
+        with of_forms_then():
+            choice = choosing.Chooser(asked, H200).choose("fwd")
+            instead = in_place_schedule.instead_of(asked, choice.config, H200, choice.row)
         label = dense_forwards.label(instead or fwd.SPACE.completed(choice.config))
         like = [us for other, us in call["us"].items() if other.split()[:5] == label.split()[:5]]
         best = min(call["us"].values())
@@ -291,11 +307,11 @@ def test_forms_release_keys_at_mbarriers_but_where_named_barriers_gained() -> No
 
 
 def test_programs_of_one_multiprocessor_share_it_until_the_shorter_ends() -> None:
-    one, two, three = (tile_order.RATES[3][count] for count in range(3))
-    work = np.array([5.0, 3.0, 1.0])  # three programs of the one multiprocessor
-    assert tile_order._together(work, 1, 3) == pytest.approx((1 * 3 / three + 2 * 2 / two + 2 * 1 / one) / 3)
-    assert tile_order._together(np.array([4.0, 4.0]), 1, 2) == pytest.approx(4.0)
-    assert tile_order._together(np.array([4.0, 2.0]), 2, 2) == pytest.approx(4 / tile_order.RATES[2][0] / 2)
+    rates, work = tile_order.RATES, np.array([5.0, 3.0, 1.0])  # of three programs of the one multiprocessor
+    one, two, three = rates[3]
+    assert tile_order._together(work, 1, rates[3]) == pytest.approx((1 * 3 / three + 2 * 2 / two + 2 * 1 / one) / 3)
+    assert tile_order._together(np.array([4.0, 4.0]), 1, rates[2]) == pytest.approx(4.0)
+    assert tile_order._together(np.array([4.0, 2.0]), 2, rates[2]) == pytest.approx(4 / rates[2][0] / 2)
 
 
 def test_narrow_rows_cost_small_tiles_more() -> None:

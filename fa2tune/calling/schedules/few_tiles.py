@@ -16,7 +16,7 @@ from functools import lru_cache
 from fa2tune.calling.schedules.tile_order import busiest, columns_of_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.lib.hopper import SECTOR
-from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, in_v_halves, of_tiles, suited, third_stage
+from fa2tune.search_spaces.sm90.fwd import NARROW, SPACE, in_v_halves, of_tiles, programs, suited, third_stage
 from fa2tune.spec import visits
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
@@ -50,6 +50,7 @@ PACES: dict[TileForm, TilePace] = {
     (64, 64, 80): TilePace((0.93, 1.26, 1.65), (1.39, 4.35)),
     (64, 64, 128): TilePace((0.65, 0.86, 1.2), (1.1, 2.87)),
     (64, 128, 128): TilePace((1.23, 1.78, 2.13), (1.15, 2.58)),
+    (128, 64, 80): TilePace((1.07, 1.44, 1.81), (1.43, 2.29)),
     (128, 64, 0): TilePace((0.64, 0.83, 1.11), (1.15, 2.26)),
     (128, 128, 0): TilePace((1.12, 1.53, 2.5), (1.48, 2.47)),
     (192, 64, 0): TilePace((0.765, 1.005, 1.74), (2.29, 3.92)),
@@ -61,6 +62,7 @@ DENSE_SHARES: dict[TileForm, DenseShares] = {
     (64, 64, 80): DenseShares((0.98, 1.019), (0.991, 0.991), (1.013, 1.047), 0.0, 0.928),
     (64, 64, 128): DenseShares((0.97, 1.0), (0.97, 0.901), (0.999, 1.024), -0.009, 0.946),
     (64, 128, 128): DenseShares((0.945, 0.98), (1.01, 1.0), (1.017, 1.055), 0.0, 0.946),
+    (128, 64, 80): DenseShares((1.0, 1.02), (1.0, 1.0), (0.975, 0.935), 0.0, 1.0),
     (128, 64, 0): DenseShares((1.002, 1.001), (0.965, 1.006), (0.941, 0.909), -0.008, 1.006),
     (128, 128, 0): DenseShares((0.964, 0.973), (0.947, 1.064), (0.984, 1.018), -0.011, 1.02),
     (192, 64, 0): DenseShares((1.004, 1.023), (0.885, 0.962), (0.977, 1.021), 0.204, 0.945),
@@ -80,6 +82,10 @@ NUMBERED_DIMS: dict[TileForm, tuple[int, int]] = {(128, 64, 0): (128, 192), (64,
 #: (forward_apart.json.gz).
 LATENT_DIMS = (192, 128)
 LATENT: dict[TileForm, float] = {(64, 64, 128): 1.15, (128, 64, 0): 1.05, (128, 128, 0): 0.94, (192, 64, 0): 1.1}
+#: Of dense calls whose Q has up to WHOLE_DIM columns, and V more: a block takes so many times what the rest says; from
+#: MANY_COLUMNS of V on, and once more with RESCALE "never". Fitted to 20 raced calls (docs/experiments/narrow-forwards.md).
+NARROW_Q: dict[TileForm, float] = {(128, 64, 0): 1.06, (192, 64, 0): 1.12}
+MANY_COLUMNS, NARROW_Q_WIDE_V, NARROW_Q_WIDE_V_NEVER = 200, 0.93, 0.94
 LEAST_COLUMNS = 64  #: fewer were not timed
 #: Up to this head dim parts take as long as columns of padding: of what 128 columns are estimated at 125 times in parts and
 #: 101 padded are 0.98, at 48.
@@ -143,9 +149,12 @@ DENSE_SECTOR_COSTS: dict[int, dict[int, float]] = {
 OFFERED: tuple[TileForm, ...] = (
     (64, 64, 80), (64, 64, 128), (64, 128, 128), (128, 64, 0), (128, 128, 0), (192, 64, 0)
 )  # fmt: skip
-NARROW_OFFERED: tuple[TileForm, ...] = (*OFFERED, (192, 128, 0))
-NEVER_OFFERED: tuple[TileForm, ...] = ((64, 64, 80), (128, 64, 0), (192, 64, 0))
+NARROW_OFFERED: tuple[TileForm, ...] = (*OFFERED, (192, 128, 0), (128, 64, 80))
+NEVER_OFFERED: tuple[TileForm, ...] = ((64, 64, 80), (128, 64, 0), (192, 64, 0), (128, 64, 80))
+APART_NEVER_OFFERED: tuple[TileForm, ...] = (*NEVER_OFFERED, (128, 128, 0))  #: where NARROW_Q counts
 LONG_KEYS = 1024
+#: Up to this head dim exponentials take most of the time, and maxima the most of the rest: from so many keys on.
+NARROWEST, LONG_KEYS_NARROWEST = 32, 512
 #: A form must be predicted to be faster than the row's config, by the same constants, by the first share; by the others where
 #: tiles of FULL_TILE rows are more than MOST_TILES a multiprocessor, the last one where the row was tuned at the call's own
 #: head dim, one of RACED. Such a row stays where calls have more keys than FEW_KEYS and so many tiles, or more than MOST_KEYS;
@@ -190,7 +199,7 @@ def q_read_cost(problem: Problem, config: Config) -> float:
     apart = WHOLE_DIM < problem.head_dim != problem.head_dim_v and not problem.extent.ragged
     if not apart or problem.seqlen_k < KEPT_KEYS:
         return 1.0
-    tiles = config["BLOCK_M"], config["BLOCK_N"], PROGRAMS[config["maxnreg"]]
+    tiles = config["BLOCK_M"], config["BLOCK_N"], programs(config)
     if config["Q_IN_REGISTERS"]:
         return 1.0
     if tiles == (128, 128, 1):
@@ -201,6 +210,13 @@ def q_read_cost(problem: Problem, config: Config) -> float:
     if config["RESCALE"] == "never":
         return 1.0 if config["PINGPONG"] else Q_READ_NORMS
     return Q_READ
+
+
+def narrow_q_cost(problem: Problem, form: TileForm, never: bool) -> float:
+    """How many times as long key blocks take where Q has few columns and V more: NARROW_Q."""
+    if form == (128, 64, 0) and problem.head_dim_v >= MANY_COLUMNS:
+        return NARROW_Q_WIDE_V * (NARROW_Q_WIDE_V_NEVER if never else 1.0)
+    return NARROW_Q.get(form, 1.0)
 
 
 def takes_turns(problem: Problem | Specialization) -> bool:
@@ -234,7 +250,7 @@ def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | N
         return None
     wide, dense, masked = columns(problem, config), not problem.extent.ragged, problem.mask != FULL
     block, start = _at(pace.block, wide), _at(pace.start, wide, 256)
-    launch = (DENSE_LAUNCH_US if dense else LAUNCH_US)[PROGRAMS[config["maxnreg"]]]
+    launch = (DENSE_LAUNCH_US if dense else LAUNCH_US)[programs(config)]
     launch += SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0
     if dense:
         shares = DENSE_SHARES[form]
@@ -246,6 +262,8 @@ def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | N
         if config.get("NUMBERED") and not named_barriers_suit(problem.specialization, form):
             block *= NUMBERED[masked]
         start *= shares.start[masked]
+        if problem.head_dim <= WHOLE_DIM < problem.head_dim_v:
+            block *= narrow_q_cost(problem, form, config["RESCALE"] == "never")
     if config.get("V_HALVES"):
         return launch, *IN_HALVES[masked]
     if config["RESCALE"] == "never":
@@ -342,7 +360,8 @@ def configs(spec: Specialization, arch: int) -> tuple[Config, ...]:
 
     narrow = max(spec.head_dim, spec.head_dim_v) <= WHOLE_DIM
     found = of(NARROW_OFFERED if narrow else OFFERED)
-    found += [{**config, "RESCALE": "never"} for config in of(NEVER_OFFERED)]
+    apart = spec.head_dim <= WHOLE_DIM < spec.head_dim_v
+    found += [{**config, "RESCALE": "never"} for config in of(APART_NEVER_OFFERED if apart else NEVER_OFFERED)]
     if takes_turns(spec) and spec.head_dim > MORE_FORMS_ABOVE:
         if spec.mask == FULL.name:
             found.append({**tiles_of(spec, (128, 64, 0)), "Q_IN_REGISTERS": False})
@@ -367,22 +386,27 @@ def margin(problem: Problem, row: Row, sm_count: int) -> float | None:
         return None
     if takes_turns(problem):
         return TURNS_MARGIN
-    return MARGIN if few else OWN_MARGIN if own else MANY_MARGIN
+    narrow = max(problem.head_dim, problem.head_dim_v) <= NARROW  # rows are those of 64
+    return MARGIN if few or narrow else OWN_MARGIN if own else MANY_MARGIN
 
 
 def norms_lose(problem: Problem, sm_count: int) -> bool:
     """Whether bounds by norms took longer in all raced calls: of few keys, or of head dims above 128 with at most one tile of
     FULL_TILE rows a multiprocessor, where they took 1.0 to 1.3 of the time of maxima."""
     alone = problem.query_tiles(FULL_TILE) * problem.heads_q <= sm_count
-    return problem.seqlen_k < LONG_KEYS or (alone and max(problem.head_dim, problem.head_dim_v) > 128)
+    wide = max(problem.head_dim, problem.head_dim_v)
+    return problem.seqlen_k < (LONG_KEYS if wide > NARROWEST else LONG_KEYS_NARROWEST) or (alone and wide > 128)
 
 
 def best(problem: Problem, arch: int, sm_count: int) -> tuple[float, Config] | None:
     """(expected microseconds, config) of the fastest of ``configs``; None: there is none."""
     found, lose = [], norms_lose(problem, sm_count)
+    alone = problem.query_tiles(FULL_TILE) * problem.heads_q <= sm_count
     for config in configs(problem.specialization, arch):
         if config["RESCALE"] == "never" and (lose or suited(problem, config) != config):
             continue
+        if alone and config["BLOCK_M"] == FULL_TILE and programs(config) > 1:
+            continue  # without another program fewer registers cost, by 9 to 70 % of the best in 15 calls
         if (time := expected_us(problem, config, sm_count)) is not None:
             found.append((time, config))
     return min(found, key=lambda one: one[0]) if found else None

@@ -59,9 +59,9 @@ def _programs(problem: Problem, config: Config) -> int:
     return problem.query_tiles(config["BLOCK_M"] // config["MEMBERS"]) * query_heads(problem, config)
 
 
-def _rows_of_heads(problem: Problem, config: Config) -> tuple[Problem, Config]:
-    """The same tiles as those of a problem of ungrouped heads, whose tiles have as many queries. Tiles of a window or a chunk
-    visit the blocks of as many keys, all of them whole."""
+def _rows_of_heads(problem: Problem, config: Config) -> tuple[Problem, Config, int]:
+    """The same tiles as those of a problem of ungrouped heads; and their queries. Tiles of a window or a chunk visit the blocks
+    of as many keys, all of them whole."""
     heads, queries = query_heads(problem, config), config["BLOCK_M"] // config["MEMBERS"]
     posed = replace(problem, heads_q=heads, heads_kv=heads)
     if window_schedule.covers(problem):
@@ -70,19 +70,14 @@ def _rows_of_heads(problem: Problem, config: Config) -> tuple[Problem, Config]:
         posed = replace(posed, mask=FULL, seqlen_k=max(1, round(blocks * keys)))
     elif not visits.longest_last(problem.mask):
         posed = replace(posed, mask=FULL)
-    return posed, {
-        **config,
-        "BLOCK_M": queries,
-        "Q_STAGES": 1,
-        "HEADS_PER_WAVE": 0,
-        "IN_PARTS": in_parts(problem.specialization),
-    }
+    tiles = {**config, "Q_STAGES": 1, "HEADS_PER_WAVE": 0, "IN_PARTS": in_parts(problem.specialization)}
+    return posed, tiles, queries
 
 
 def grouped_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds by tiles of several heads, estimated."""
-    posed, tiles = _rows_of_heads(problem, config)
-    blocks = tile_order.busiest(posed, tiles, gpu.sm_count, START)
+    posed, tiles, queries = _rows_of_heads(problem, config)
+    blocks = tile_order.busiest(posed, tiles, gpu.sm_count, START, queries)
     return LAUNCH_US[config["BLOCK_M"]] + max(block_us(problem, config) * blocks, memory_us(problem, gpu))
 
 

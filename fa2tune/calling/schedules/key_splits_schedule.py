@@ -23,7 +23,6 @@ from fa2tune.launching.key_splits import most_parts, role_of, space_of, splittin
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.lib.hopper import columns as hopper_columns
 from fa2tune.search_spaces.sm90 import fwd
-from fa2tune.search_spaces.sm90.fwd import PROGRAMS
 from fa2tune.spec import visits
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
@@ -155,7 +154,7 @@ def ordinary_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None = No
     rows, keys = config["BLOCK_M"], config["BLOCK_N"]
     work = TileWork(
         problem.query_tiles(rows) * problem.heads_q, -(-keys_of_tile(problem, rows) // keys), rows, keys,
-        PROGRAMS[config["maxnreg"]] if hopper else 1, -(-problem.seqlen_q // rows) * problem.group,
+        fwd.programs(config) if hopper else 1, -(-problem.seqlen_q // rows) * problem.group,
         tile_order.columns_of_parts(spec, fwd.SPACE.completed(config)["IN_PARTS"]) if hopper else _padded(problem),
         TUNED_PACES[not hopper],
     )  # fmt: skip
@@ -172,7 +171,7 @@ def split_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds with keys split as a config of a kernel for that says, estimated."""
     rows, keys, splits = config["BLOCK_M"], config["BLOCK_N"], config["SPLITS"]
     if _is_hopper(config):
-        pace, held = HOPPER_PACES[tile_order.widest(problem)], PROGRAMS[config["maxnreg"]]
+        pace, held = HOPPER_PACES[tile_order.widest(problem)], fwd.programs(config)
         # rows that begin inside a sector: three calls of 16060 to 24912 keys took 1.37 to 1.69 of an estimate without
         cost = few_tiles.sector_cost(problem, config)
         pace = replace(pace, rate=pace.rate / cost, loaded=pace.loaded / cost, block_us=pace.block_us * cost)

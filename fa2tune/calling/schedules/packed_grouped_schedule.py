@@ -22,7 +22,7 @@ from fa2tune.calling.schedules import (
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import grouped_tiles
 from fa2tune.rows.row import Row
-from fa2tune.search_spaces.sm90.fwd import PROGRAMS
+from fa2tune.search_spaces.sm90.fwd import programs
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
@@ -38,7 +38,7 @@ MOST_QUERIES = 512
 def grouped_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds by tiles of several heads, estimated."""
     rows, queries = config["BLOCK_M"], config["BLOCK_M"] // config["MEMBERS"]
-    found, held = packed_schedule.visited(problem, queries, config["BLOCK_N"]), PROGRAMS[config["maxnreg"]]
+    found, held = packed_schedule.visited(problem, queries, config["BLOCK_N"]), programs(config)
     heads = grouped_schedule.query_heads(problem, config)
     slower = packed_schedule.hidden_cost(found, config)
     blocks = packed_schedule.shared_out(found, heads, grouped_schedule.START / slower, gpu.sm_count, held)

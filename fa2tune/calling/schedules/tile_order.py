@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, band_within_l2, columns
+from fa2tune.search_spaces.sm90.fwd import ROWS, SPACE, band_within_l2, columns, programs
 from fa2tune.spec import visits
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
@@ -20,6 +20,8 @@ TILE_ORDERS = (0, 1, 4, 22, 64)
 #: Programs that one multiprocessor can hold at once -> the share of their joint rate that one alone, two and so on reach: one
 #: leaves the tensor cores idle while it exponentiates. Fitted with the constants of ``few_tiles``.
 RATES = {1: (1.0,), 2: (0.71, 1.0), 3: (0.65, 0.93, 1.0)}
+#: The same of programs of two groups, of narrow head dims.
+RATES_OF_TWO_GROUPS = (0.8, 1.0)
 #: Tiles played through at most; of more heads than that a part stands for the whole.
 MOST_TILES = 8192
 
@@ -34,14 +36,15 @@ def _busiest(
     columns: int,
     band: int,
     sm_count: int,
-    shared: int,
+    rates: tuple[float, ...],
     start: float,
 ) -> float:
     """Key blocks that the busiest multiprocessor works through, over the programs that it holds at once.
 
-    ``rows``, ``columns``: BLOCK_M and BLOCK_N. ``shared``: programs that one multiprocessor holds at once. ``start``: start and
-    end of a tile, in key blocks.
+    ``rows``, ``columns``: queries and keys of a tile's blocks. ``rates``: one of RATES. ``start``: start and end of a tile, in
+    key blocks.
     """
+    shared = len(rates)
     tiles = -(-seqlen_q // rows)
     played = min(heads, max(1, MOST_TILES // tiles))
     if not visits.bounded(mask) and shared == 1:
@@ -65,18 +68,25 @@ def _busiest(
     work = work.sum(0)  # [programs]
     if shared == 1:
         return float(work.max()) * heads / played
-    return _together(work, sm_count, shared) * heads / played
+    return _together(work, sm_count, rates) * heads / played
 
 
-def _together(work: np.ndarray, sm_count: int, shared: int) -> float:
+def _together(work: np.ndarray, sm_count: int, rates: tuple[float, ...]) -> float:
     """The same of programs [programs] that share multiprocessors: they run at their joint rate until the one of the least work
     ends, and so on."""
+    shared = len(rates)
     held = np.zeros((shared, sm_count))  # [programs of a multiprocessor, multiprocessors]
     held.reshape(-1)[: work.size] = work
     held = np.sort(held, axis=0)[::-1]  # of each multiprocessor the most work first
     longer = held - np.append(held[1:], np.zeros((1, sm_count)), axis=0)  # what each has more than the next
-    paces = [count / (rate * shared) for count, rate in enumerate(RATES[shared], 1)]
+    paces = [count / (rate * shared) for count, rate in enumerate(rates, 1)]
     return float((np.array(paces) @ longer).max())
+
+
+def rates_of(config: Config) -> tuple[float, ...]:
+    """RATES of the programs of a config of a Hopper forward."""
+    held = programs(config)
+    return RATES_OF_TWO_GROUPS if held > 1 and config["BLOCK_M"] > ROWS else RATES[held]
 
 
 def widest(problem: Problem) -> int:
@@ -90,14 +100,15 @@ def columns_of_parts(spec: Specialization, in_parts: str) -> int:
     return sum(columns(spec, {"IN_PARTS": in_parts}))
 
 
-def busiest(problem: Problem, config: Config, sm_count: int, start: float) -> float:
+def busiest(problem: Problem, config: Config, sm_count: int, start: float, queries: int = 0) -> float:
     """Key blocks that the busiest multiprocessor works through for a config of the Hopper forward, over the programs that it
-    holds at once. ``start``: start and end of a tile (Q in, O out, divisions), in key blocks."""
+    holds at once. ``start``: start and end of a tile (Q in, O out, divisions), in key blocks. ``queries``: of a tile, where its
+    rows are those of several heads."""
     heads, band = problem.batch * problem.heads_q, 1
     if visits.longest_last(problem.mask):
         wide = columns_of_parts(problem.specialization, SPACE.completed(config)["IN_PARTS"])
         band = min(heads, config["HEADS_PER_WAVE"] or band_within_l2(problem.seqlen_k, wide))
     return _busiest(
-        heads, problem.seqlen_q, problem.seqlen_k, problem.mask, config["BLOCK_M"], config["BLOCK_N"], band, sm_count,
-        PROGRAMS[config["maxnreg"]], start,
+        heads, problem.seqlen_q, problem.seqlen_k, problem.mask, queries or config["BLOCK_M"], config["BLOCK_N"], band,
+        sm_count, rates_of(config), start,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from fa2tune.calling.schedules import forward_schedule
 from fa2tune.rows.row import Row
-from fa2tune.search_spaces.sm90.fwd import PROGRAMS, ROWS, suited
+from fa2tune.search_spaces.sm90.fwd import ROWS, programs, suited
 from fa2tune.spec import visits
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.maskfile import mask_named
@@ -61,7 +61,7 @@ def predicted_us(problem: Problem, row: Row, sm_count: int) -> float | None:
     rows, columns = row.config["BLOCK_M"], row.config["BLOCK_N"]
     blocks = visited(problem.mask, problem.seqlen_q, problem.seqlen_k, rows, columns)
     start = START_KEYS_OF_THREE / columns if rows == 3 * ROWS else START
-    turns = -(-_tiles(problem, row.config) // sm_count) / PROGRAMS[row.config["maxnreg"]]
+    turns = -(-_tiles(problem, row.config) // sm_count) / programs(row.config)
     return forward_schedule.LAUNCH_US + block * (start + blocks) * turns
 
 
