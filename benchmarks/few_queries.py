@@ -128,6 +128,8 @@ def label(config: Config) -> str:
         return f"{' '.join(found)} s{config['STAGES']}, {config['ROUNDS']} rounds"
     if key_splits.is_one_tile(config):
         return f"one tile M{config['BLOCK_M']} N{config['KEYS']}"
+    if key_splits.is_multistage(config):
+        return f"multistage M{config['BLOCK_M']} N{config['STAGE_KEYS']} s{config['STAGES']}"
     if key_splits.is_grouped(config):
         size = f"M{config['BLOCK_M']} N{config['BLOCK_N']} of {config['MEMBERS']} heads"
         return f"grouped {size}{', in turn' if config['PINGPONG'] else ''} s{config['STAGES']}"

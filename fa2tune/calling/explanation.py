@@ -14,7 +14,14 @@ from fa2tune.calling.schedules import in_place_schedule, split_backward_schedule
 from fa2tune.calling.schedules.fused_schedule import IN_ORDER_FORM
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import has_longer_blocks, is_grouped, is_in_shares, is_one_tile, role_in_place
+from fa2tune.launching.key_splits import (
+    has_longer_blocks,
+    is_grouped,
+    is_in_shares,
+    is_multistage,
+    is_one_tile,
+    role_in_place,
+)
 from fa2tune.launching.merged_heads import merged
 from fa2tune.rows import lookup
 from fa2tune.rows.describe import PASSES
@@ -102,6 +109,11 @@ class Served:
     def all_keys(self) -> bool:
         """Whether tiles of what runs in place of the row's kernel have all keys of a key head."""
         return self.split is not None and is_one_tile(self.split)
+
+    @property
+    def multistage(self) -> bool:
+        """Whether warps of what runs in place of the row's kernel load for themselves."""
+        return self.split is not None and is_multistage(self.split)
 
     @property
     def in_shares(self) -> bool:
@@ -438,6 +450,7 @@ def _as_dict(served: Served) -> dict[str, Any]:
         "split": dict(served.split) if served.split and role_in_place(served.split) is None else None,
         "longer_blocks": dict(served.split or {}) if served.longer_blocks else None,
         "shares": dict(served.split or {}) if served.in_shares else None,
+        "multistage": dict(served.split or {}) if served.multistage else None,
         "grouped": dict(served.split or {}) if served.grouped else None, "unsplit": served.unsplit or None,
         "one_tile": one_tile, "query_tiles": whole.get(BWD_QUERY_TILES), "stored_ds": whole.get(BWD_STORED_DS),
         "parts": served.parts, "copied": list(served.copied), "filled_in": served.filled_in,

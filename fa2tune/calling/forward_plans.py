@@ -18,7 +18,7 @@ from fa2tune.launching.passes import BackwardPlan, ForwardPlan
 from fa2tune.launching.whole_backward import WholePlan
 from fa2tune.logs import warn_once
 from fa2tune.spec.problem import Config, Problem
-from fa2tune.spec.roles import BWD_ONE_TILE, FWD_80_KEYS, FWD_GROUPED, FWD_ONE_TILE, FWD_SHARES
+from fa2tune.spec.roles import BWD_ONE_TILE, FWD_80_KEYS, FWD_GROUPED, FWD_MULTISTAGE, FWD_ONE_TILE, FWD_SHARES
 
 #: How a forward is served whose keys are split among programs, for counting.
 KEYS_SPLIT = "schedule model, keys split"
@@ -30,11 +30,14 @@ ONE_TILE = backward_plans.WHOLE_KINDS[BWD_ONE_TILE].step
 LONGER_BLOCKS = "schedule model, blocks of 80 keys"
 #: And a forward whose programs have equal shares of key blocks.
 SHARES = "schedule model, equal shares of key blocks"
+#: And a forward whose warps load for themselves.
+MULTISTAGE = "schedule model, multistage"
 #: By ``key_splits.role_in_place``.
 _HOW = {
     None: KEYS_SPLIT,
     FWD_GROUPED: GROUPED,
     FWD_ONE_TILE: ONE_TILE,
+    FWD_MULTISTAGE: MULTISTAGE,
     FWD_80_KEYS: LONGER_BLOCKS,
     FWD_SHARES: SHARES,
 }

@@ -44,6 +44,7 @@ from fa2tune.spec.roles import (
     FWD_80_KEYS,
     FWD_COMBINE,
     FWD_GROUPED,
+    FWD_MULTISTAGE,
     FWD_ONE_TILE,
     FWD_SHARES,
     FWD_SPLIT,
@@ -53,7 +54,9 @@ from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant, implementation_of
 
 #: By what only configs of this role name.
-_ROLE_BY_NAME = {"TAIL": FWD_80_KEYS, "SHARES": FWD_SHARES, "MEMBERS": FWD_GROUPED, "KEYS": FWD_ONE_TILE}
+_ROLE_BY_NAME = {
+    "TAIL": FWD_80_KEYS, "SHARES": FWD_SHARES, "MEMBERS": FWD_GROUPED, "KEYS": FWD_ONE_TILE, "STAGE_KEYS": FWD_MULTISTAGE,
+}  # fmt: skip
 
 
 def is_grouped(config: Config) -> bool:
@@ -74,6 +77,11 @@ def is_in_shares(config: Config) -> bool:
 def is_one_tile(config: Config) -> bool:
     """Whether a config is of the kernel whose tiles have all keys of a key head."""
     return "KEYS" in config
+
+
+def is_multistage(config: Config) -> bool:
+    """Whether a config is of the kernel whose warps load for themselves."""
+    return "STAGE_KEYS" in config
 
 
 def has_longer_blocks(config: Config) -> bool:

@@ -22,6 +22,7 @@ PACKED_ORDERS = "packed_orders"
 FWD_GROUPED = "fwd_grouped"
 FWD_ONE_TILE = "fwd_one_tile"
 FWD_80_KEYS = "fwd_80_keys"
+FWD_MULTISTAGE = "fwd_multistage"
 FWD_SPLIT = "fwd_split"
 FWD_SHARES = "fwd_shares"
 FWD_SPLIT_GROUPED = "fwd_split_grouped"
@@ -75,6 +76,12 @@ ROLES = {
         "a forward of at most KEYS keys, all of which a tile has",
         ("q", "k", "v", "o", "lse"),
         ("BLOCK_M", "KEYS"),
+        {"tiles": _ASKED, "config_of": ("spec", "rows", "keys"), "held": ("spec", "rows", "keys")},
+    ),
+    FWD_MULTISTAGE: Role(
+        "a forward by programs of one tile each, whose warps load key blocks of STAGE_KEYS keys for themselves",
+        ("q", "k", "v", "o", "lse"),
+        ("BLOCK_M", "STAGE_KEYS", "STAGES"),
         {"tiles": _ASKED, "config_of": ("spec", "rows", "keys"), "held": ("spec", "rows", "keys")},
     ),
     FWD_80_KEYS: Role(

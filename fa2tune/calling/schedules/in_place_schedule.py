@@ -1,5 +1,6 @@
 """What runs in place of the tuned forward of a dense call: keys split among programs, tiles of several query heads, tiles with
-all keys of a key head, blocks of 80 keys, or equal shares of all key blocks. Arithmetic on the host, no GPU.
+all keys of a key head, warps that load for themselves, blocks of 80 keys, or equal shares of all key blocks. Arithmetic on the
+host, no GPU.
 
 Each is estimated by its own file, beside what serves otherwise: that is the tuned kernel, then whichever of the others was
 taken before."""
@@ -14,6 +15,7 @@ from fa2tune.calling.schedules import (
     grouped_schedule,
     key_splits_schedule,
     longer_blocks_schedule,
+    multistage_schedule,
     shares_schedule,
 )
 from fa2tune.gpus import Gpu
@@ -21,6 +23,7 @@ from fa2tune.launching.key_splits import (
     has_longer_blocks,
     is_grouped,
     is_in_shares,
+    is_multistage,
     is_one_tile,
     keys_of_block,
     role_in_place,
@@ -28,7 +31,7 @@ from fa2tune.launching.key_splits import (
 )
 from fa2tune.rows.row import Row
 from fa2tune.spec.problem import Config, Problem
-from fa2tune.spec.roles import FWD_80_KEYS, FWD_GROUPED, FWD_ONE_TILE, FWD_SHARES
+from fa2tune.spec.roles import FWD_80_KEYS, FWD_GROUPED, FWD_MULTISTAGE, FWD_ONE_TILE, FWD_SHARES
 from fa2tune.spec.variant import Variant
 
 
@@ -45,6 +48,9 @@ _WORDS = {
     None: Words("keys split among programs", "to split keys among programs is", "keys are not split"),
     FWD_GROUPED: Words("tiles of several query heads", "tiles of several query heads are", "tiles of one head each"),
     FWD_ONE_TILE: Words("all keys in one tile", "tiles with all keys of a key head are", "keys in blocks"),
+    FWD_MULTISTAGE: Words(
+        "warps that load for themselves", "warps that load for themselves are", "a warp loads for the others"
+    ),
     FWD_80_KEYS: Words("blocks of 80 keys", "blocks of 80 keys are", "blocks of a power of two"),
     FWD_SHARES: Words("equal shares of key blocks", "equal shares of key blocks are", "tiles are whole"),
 }
@@ -63,6 +69,10 @@ def instead_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = Non
         time, tiles = one_tile
         if time < (1 - few_keys_schedule.MARGIN) * served_us(problem, config, gpu, row, found):
             found = tiles
+    if (multistage := multistage_schedule.best(problem, gpu)) is not None:
+        time, tiles = multistage
+        if time < (1 - multistage_schedule.MARGIN) * served_us(problem, config, gpu, row, found):
+            found = tiles
     if (in_shares := shares_schedule.best(problem, gpu)) is not None:
         time, shares = in_shares
         known = found is None or shares_schedule.in_uneven_parts(problem, found, gpu)
@@ -78,6 +88,8 @@ def served_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None, found
         return key_splits_schedule.ordinary_us(problem, config, gpu, row)
     if is_one_tile(found):
         return few_keys_schedule.one_tile_us(problem, found, gpu)
+    if is_multistage(found):
+        return multistage_schedule.multistage_us(problem, found, gpu)
     if is_in_shares(found):
         return shares_schedule.expected_us(problem, found, gpu)
     if has_longer_blocks(found):  # as near as the share is, which is one of tiles with maxima, whatever the row has
@@ -90,7 +102,7 @@ def served_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None, found
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What ``key_splits.kernels`` gives, of every tile of several heads, or with all keys, or in blocks of 80 keys, or in equal
     shares, that a call of any heads and lengths may have."""
-    schedules = grouped_schedule, few_keys_schedule, longer_blocks_schedule, shares_schedule
+    schedules = grouped_schedule, few_keys_schedule, multistage_schedule, longer_blocks_schedule, shares_schedule
     return [one for schedule in schedules for one in schedule.all_kernels(problem, arch)]
 
 
@@ -100,6 +112,11 @@ def about(problem: Problem, found: Config) -> str:
         return (
             f"fwd: few keys, so {splitting(found).short_name} runs instead, which is expected to be faster and has no row: "
             f"tiles of {found['BLOCK_M']} queries have all keys."
+        )
+    if is_multistage(found):
+        return (
+            f"fwd: a short call, so {splitting(found).short_name} runs instead, which is expected to be faster and has no row: "
+            f"tiles of {found['BLOCK_M']} queries, and {found['STAGES']} blocks of {found['STAGE_KEYS']} keys at once."
         )
     if has_longer_blocks(found):
         return (

@@ -1,0 +1,101 @@
+"""Whether the warps of a short forward load for themselves, and with which tiles: arithmetic on the host, no GPU.
+
+The tuned kernels start a warp that loads, and have no tiles of 64 rows above 192 columns. ``kernels/sm90/fwd_multistage.py``
+has a shorter launch and such tiles: it is faster where multiprocessors have a tile or two each. Its time is estimated by the
+key blocks of the multiprocessor that has the longest tile, with constants fitted to
+benchmarks/calls/multistage_forwards.json.gz (docs/experiments/multistage.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from fa2tune.calling.schedules import forward_schedule, key_splits_schedule
+from fa2tune.gpus import Gpu
+from fa2tune.launching.key_splits import kernels, space_of
+from fa2tune.search_spaces.lib.hopper import begins_within_sectors
+from fa2tune.spec import visits
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem
+from fa2tune.spec.roles import FWD_MULTISTAGE
+from fa2tune.spec.score import NONE
+from fa2tune.spec.variant import Variant
+
+#: Microseconds of a launch with a tile's start and end, and what COLUMNS of K and V together add; of the steps of 64 keys and
+#: of 128 without their products, and of products of 64 keys and COLUMNS; of a block of 64 keys of another program of the same
+#: multiprocessor, and what COLUMNS add; how many times as long blocks take where rows begin in the midst of a sector; and bytes
+#: a microsecond that all programs load and store. Fitted to 159 times of 80 calls on an H200: 9 % off, root mean square.
+LAUNCH_US, LAUNCH_WIDER_US, COLUMNS = 2.0, 0.9, 256
+STEP_US, PRODUCTS_US = {64: 0.405, 128: 0.704}, 0.28
+OTHER_US, OTHER_WIDER_US = 0.165, 0.213
+INSIDE_SECTORS, MOVED_PER_US = 1.165, 41e6
+#: What was timed: so many queries and keys at least, so many keys at most, and so many tiles a multiprocessor, which it must
+#: hold at once.
+LEAST_QUERIES, LEAST_KEYS, MOST_KEYS, MOST_TILES = 64, 64, 2048, 2
+#: It must be predicted to be faster than what serves otherwise by this share.
+MARGIN = 0.1
+
+
+def multistage_us(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Microseconds by tiles whose warps load for themselves, estimated; inf: more programs than run at once."""
+    rows, keys, spec = config["BLOCK_M"], config["STAGE_KEYS"], problem.specialization
+    space = space_of(problem, gpu.arch, FWD_MULTISTAGE)
+    assert space is not None  # of whose configs one is estimated
+    heads = problem.batch * problem.heads_q
+    first, end = visits.key_blocks(problem.mask, problem.seqlen_q, problem.seqlen_k, rows, keys)
+    blocks = np.sort(end - first)[::-1]  # of a head's tiles, the longest first, as programs take them
+    if len(blocks) * heads > gpu.sm_count * min(MOST_TILES, space.held(spec, rows, keys)):
+        return float("inf")
+    longest, others = (
+        int(blocks[0]),
+        sum(int(blocks[nth // heads]) for nth in range(gpu.sm_count, len(blocks) * heads, gpu.sm_count)),
+    )
+    wide = sum(-(-dim // 16) * 16 for dim in (problem.head_dim, problem.head_dim_v)) / COLUMNS
+    busy = longest * (STEP_US[keys] + PRODUCTS_US * wide * keys / 64)
+    busy += others * (OTHER_US + OTHER_WIDER_US * wide) * keys / 64
+    read = 2 * min(rows, problem.seqlen_q) + problem.seqlen_k  # O as many as Q
+    moved = len(blocks) * heads * read * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
+    busy *= INSIDE_SECTORS if begins_within_sectors(spec) else 1.0
+    return LAUNCH_US + LAUNCH_WIDER_US * wide + busy + moved / MOVED_PER_US
+
+
+def candidates(problem: Problem, arch: int) -> Iterator[Config]:
+    """Tiles of all sizes."""
+    if (space := space_of(problem, arch, FWD_MULTISTAGE)) is not None:
+        for size in space.tiles(problem.specialization, arch):
+            yield space.config_of(problem.specialization, *size)
+
+
+def _computes(problem: Problem, arch: int) -> bool:
+    """Whether calls of this kind were timed: no mask or a causal one, no score term."""
+    timed = arch in key_splits_schedule.MEASURED_ON and problem.mask.measured
+    return timed and problem.score == NONE and not problem.extent.ragged
+
+
+def asked(problem: Problem, gpu: Gpu) -> bool:
+    """Whether the kernel is asked for such a call at all."""
+    return (
+        LEAST_KEYS <= problem.seqlen_k <= MOST_KEYS
+        and problem.seqlen_q >= LEAST_QUERIES
+        and not problem.is_empty
+        and _computes(problem, gpu.arch)
+        and problem.query_tiles(LEAST_QUERIES) * problem.heads_q <= MOST_TILES * gpu.sm_count
+        and not forward_schedule.portable_is_faster("fwd", problem)
+    )
+
+
+@lru_cache(maxsize=1024)
+def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
+    """(estimated microseconds, config) of the fastest tiles; None: the kernel is not asked, or cannot compute this call."""
+    if not asked(problem, gpu):
+        return None
+    found = [(multistage_us(problem, config, gpu), config) for config in candidates(problem, gpu.arch)]
+    return min(found, key=lambda one: one[0], default=None)
+
+
+def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """What ``key_splits.kernels`` gives, of every tile that a call of any heads and lengths may have."""
+    if not _computes(problem, arch):
+        return []
+    return [one for config in candidates(problem, arch) for one in kernels(problem, config, arch)]
