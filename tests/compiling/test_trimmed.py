@@ -228,6 +228,7 @@ SIDES = {
     "fwd": ("DV", ""), "fwd_split": ("DV", ""), "fwd_grouped": ("DV", ""), "bwd_fused": ("D DV", "D DV"),
     "bwd_dkdv": ("D DV", "D DV"), "bwd_dkdv_ds": ("D DV", "D DV"), "bwd_dq": ("D", "D DV"), "bwd_dq_split": ("D", "D DV"),
     "bwd_dq_ds": ("D", ""), "fwd_one_tile": ("DV", ""), "fwd_80_keys": ("DV", ""), "fwd_shares": ("DV", ""),
+    "fwd_multistage": ("DV", ""),
 }  # fmt: skip
 
 

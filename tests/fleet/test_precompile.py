@@ -774,7 +774,15 @@ def test_the_machine_code_of_rows_is_filed_once(
     filed, failures = precompile.file_rows(rows, path)
     assert filed == len(File(path).entries) == len(fake_builds) and not failures
     kernels = {str(entry.about["kernel"]) for entry in File(path).entries.values()}
-    of_few = {"fwd_split", "sm90/fwd_split", "fwd_combine", "sm90/fwd_grouped", "sm90/fwd_one_tile", "sm90/fwd_shares"}
+    of_few = {
+        "fwd_split",
+        "sm90/fwd_split",
+        "fwd_combine",
+        "sm90/fwd_grouped",
+        "sm90/fwd_one_tile",
+        "sm90/fwd_shares",
+        "sm90/fwd_multistage",
+    }
     assert kernels == {"fwd", *of_few, "sm90/fwd_join"}, "with those of calls of few queries or tiles"
     monkeypatch.setenv("FA2TUNE_KERNELS", str(path))
     here = replace(measured_code.toolchain(driver=""), triton="9.9")

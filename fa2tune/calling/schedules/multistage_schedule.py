@@ -32,7 +32,7 @@ OTHER_US, OTHER_WIDER_US = 0.165, 0.213
 INSIDE_SECTORS, MOVED_PER_US = 1.165, 41e6
 #: What was timed: so many queries and keys at least, so many keys at most, and so many tiles a multiprocessor, which it must
 #: hold at once.
-LEAST_QUERIES, LEAST_KEYS, MOST_KEYS, MOST_TILES = 64, 64, 2048, 2
+FEWEST, MOST_KEYS, MOST_TILES = 64, 2048, 2
 #: It must be predicted to be faster than what serves otherwise by this share.
 MARGIN = 0.1
 
@@ -76,11 +76,11 @@ def _computes(problem: Problem, arch: int) -> bool:
 def asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether the kernel is asked for such a call at all."""
     return (
-        LEAST_KEYS <= problem.seqlen_k <= MOST_KEYS
-        and problem.seqlen_q >= LEAST_QUERIES
+        FEWEST <= problem.seqlen_k <= MOST_KEYS
+        and problem.seqlen_q >= FEWEST
         and not problem.is_empty
         and _computes(problem, gpu.arch)
-        and problem.query_tiles(LEAST_QUERIES) * problem.heads_q <= MOST_TILES * gpu.sm_count
+        and problem.query_tiles(FEWEST) * problem.heads_q <= MOST_TILES * gpu.sm_count
         and not forward_schedule.portable_is_faster("fwd", problem)
     )
 
