@@ -109,7 +109,7 @@ def test_the_rows_own_config_serves_where_the_form_cannot_be_had() -> None:
 
 
 def test_explain_says_so() -> None:
-    short = posed(4, 6, 300, 300, 256, FULL)
+    short = posed(4, 30, 300, 300, 256, FULL)
     assert "fwd: divisors from the host, not as the row has it" in str(serving.explain_problem(short, H200))
     for other in (
         LONG[0],

@@ -16,7 +16,7 @@ from benchmark_scripts import script
 from fa2tune import gpus
 from fa2tune.calling import choosing, forward_plans, serving
 from fa2tune.calling.kinds import WARP_SPECIALIZED_ROWS
-from fa2tune.calling.schedules import few_keys_schedule, in_place_schedule
+from fa2tune.calling.schedules import few_keys_schedule, in_place_schedule, multistage_schedule
 from fa2tune.fleet import precompile
 from fa2tune.launching import key_splits
 from fa2tune.search_spaces.sm90 import fwd_one_tile
@@ -35,6 +35,12 @@ FITTED, HELD_OUT = (
 RECORD = {**HELD_OUT, **FITTED}
 races = script("one_tile_forwards")
 SHORT = Problem("bf16", 1, 14, 14, 212, 212, 192, 192, FULL)
+
+
+@pytest.fixture(autouse=True)
+def before_multistage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to what there was when the calls were raced."""
+    monkeypatch.setattr(multistage_schedule, "MARGIN", 1.0)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,14 @@ from benchmark_scripts import script
 
 from fa2tune import gpus
 from fa2tune.calling import choosing
-from fa2tune.calling.schedules import few_keys_schedule, few_tiles, forward_schedule, in_place_schedule, tile_order
+from fa2tune.calling.schedules import (
+    few_keys_schedule,
+    few_tiles,
+    forward_schedule,
+    in_place_schedule,
+    multistage_schedule,
+    tile_order,
+)
 from fa2tune.compiling.choice import Choice
 from fa2tune.rows import lookup
 from fa2tune.rows.row import Row
@@ -131,6 +138,7 @@ def test_the_choice_is_near_the_best(name: str, most: float, worst: float, level
 
 @cache
 @mock.patch.object(few_keys_schedule, "MARGIN", 1.0)  # tiles with all keys were not raced then
+@mock.patch.object(multistage_schedule, "MARGIN", 1.0)  # nor were warps that load for themselves
 def drawn_losses(name: str) -> tuple[list[float], list[float]]:
     """(of what served when it was recorded, of what is chosen now), over the best candidate, of drawn dense calls
     (benchmarks/dense_forwards.py). What was not raced counts as one of the same form, else as what served."""

@@ -19,7 +19,7 @@ from test_grouped_in_python import within_nan
 from test_public_calls_in_python import Case, results
 from test_public_calls_in_python import inputs as inputs_of
 
-from fa2tune.calling.schedules import longer_blocks_schedule
+from fa2tune.calling.schedules import longer_blocks_schedule, multistage_schedule
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.sm90 import fwd_80_keys
@@ -134,6 +134,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Wherever the kernel computes a call it is expected to be faster."""
     for name, value in {"LEAST_KEYS": 1, "MARGIN": -100.0, "triton_version": lambda: "3.6.0"}.items():
         monkeypatch.setattr(longer_blocks_schedule, name, value)
+    monkeypatch.setattr(multistage_schedule, "MARGIN", 1.0)
     longer_blocks_schedule.config_of.cache_clear()
     yield
     longer_blocks_schedule.config_of.cache_clear()

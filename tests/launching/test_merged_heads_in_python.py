@@ -27,7 +27,7 @@ from test_public_calls_in_python import (
 import fa2tune
 from fa2tune import logs
 from fa2tune.calling import backward_plans, copies, dispatch, forward_plans, merging
-from fa2tune.calling.schedules import few_keys_schedule, query_tiles_schedule, stored_ds_schedule
+from fa2tune.calling.schedules import few_keys_schedule, multistage_schedule, query_tiles_schedule, stored_ds_schedule
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.launching import merged_heads, passes
 from fa2tune.launching.launch import CaptureMiss
@@ -44,7 +44,8 @@ LAYOUTS = {"bhsd": HEADS_FIRST, "bshd": QUERIES_FIRST}
 @pytest.fixture(autouse=True)
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """It is expected to pay wherever it can be had; passes that ask are listed."""
-    monkeypatch.setattr(few_keys_schedule, "MARGIN", 1.0)  # forwards of few keys have the kernels of those of many
+    for schedule in (few_keys_schedule, multistage_schedule):
+        monkeypatch.setattr(schedule, "MARGIN", 1.0)  # forwards of few keys have the kernels of those of many
     monkeypatch.setattr(query_tiles_schedule, "QUERY_TILES", False)  # as have backwards of few queries
     asked: list[str] = []
 

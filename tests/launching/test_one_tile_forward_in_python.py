@@ -20,7 +20,7 @@ from test_grouped_in_python import within_nan
 from test_public_calls_in_python import Case, results
 from test_public_calls_in_python import inputs as inputs_of
 
-from fa2tune.calling.schedules import few_keys_schedule
+from fa2tune.calling.schedules import few_keys_schedule, multistage_schedule
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.sm90 import fwd_one_tile
@@ -223,6 +223,7 @@ def test_a_fault_is_found(
 def test_a_public_call_with_gradients(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """Wherever the kernel computes such a call it is expected to be faster."""
     monkeypatch.setattr(few_keys_schedule, "MARGIN", -100.0)
+    monkeypatch.setattr(multistage_schedule, "MARGIN", 1.0)
     given = inputs_of(case)
     with public_gpu() as served:
         found = results(case, given)

@@ -17,6 +17,7 @@ from fa2tune.calling import copies, dispatch, merging, unseen
 from fa2tune.calling.schedules import (
     few_keys_schedule,
     grouped_schedule,
+    multistage_schedule,
     one_tile_schedule,
     packed_grouped_schedule,
     packed_splits_schedule,
@@ -65,6 +66,7 @@ class Case(NamedTuple):
 def several_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of few keys, or of few queries, have the kernels of those of many."""
     monkeypatch.setattr(few_keys_schedule, "MARGIN", 1.0)
+    monkeypatch.setattr(multistage_schedule, "MARGIN", 1.0)
     monkeypatch.setattr(one_tile_schedule, "ONE_KEY_TILE", False)
     monkeypatch.setattr(query_tiles_schedule, "QUERY_TILES", False)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fa2tune.calling.schedules.tile_order import busiest, columns_of_parts
+from fa2tune.calling.schedules.tile_order import busiest, columns_of_parts, rates_of
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.lib.hopper import SECTOR
 from fa2tune.search_spaces.sm90.fwd import NARROW, SPACE, in_v_halves, of_tiles, programs, suited, third_stage
@@ -250,7 +250,7 @@ def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | N
         return None
     wide, dense, masked = columns(problem, config), not problem.extent.ragged, problem.mask != FULL
     block, start = _at(pace.block, wide), _at(pace.start, wide, 256)
-    launch = (DENSE_LAUNCH_US if dense else LAUNCH_US)[programs(config)]
+    launch = (DENSE_LAUNCH_US if dense else LAUNCH_US)[len(rates_of(config["BLOCK_M"], config["maxnreg"]))]
     launch += SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0
     if dense:
         shares = DENSE_SHARES[form]
@@ -405,7 +405,7 @@ def best(problem: Problem, arch: int, sm_count: int) -> tuple[float, Config] | N
     for config in configs(problem.specialization, arch):
         if config["RESCALE"] == "never" and (lose or suited(problem, config) != config):
             continue
-        if alone and config["BLOCK_M"] == FULL_TILE and programs(config) > 1:
+        if alone and config["maxnreg"] and config["BLOCK_M"] == FULL_TILE:
             continue  # without another program fewer registers cost, by 9 to 70 % of the best in 15 calls
         if (time := expected_us(problem, config, sm_count)) is not None:
             found.append((time, config))

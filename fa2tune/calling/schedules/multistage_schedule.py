@@ -7,17 +7,17 @@ benchmarks/calls/multistage_forwards.json.gz (docs/experiments/multistage.md).""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
 from fa2tune.calling.schedules import forward_schedule, key_splits_schedule
+from fa2tune.compiling.support import companion_space
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import kernels, space_of
+from fa2tune.launching.key_splits import kernels
 from fa2tune.search_spaces.lib.hopper import begins_within_sectors
 from fa2tune.spec import visits
-from fa2tune.spec.problem import ITEMSIZE, Config, Problem
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization
 from fa2tune.spec.roles import FWD_MULTISTAGE
 from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant
@@ -37,20 +37,24 @@ FEWEST, MOST_KEYS, MOST_TILES = 64, 2048, 2
 MARGIN = 0.1
 
 
+@cache  # of calls of many lengths
+def _held(spec: Specialization, arch: int, rows: int, keys: int) -> int:
+    """Programs that a multiprocessor holds at once."""
+    space = companion_space(FWD_MULTISTAGE, spec, arch)
+    assert space is not None  # of whose configs one is estimated
+    return int(space.held(spec, rows, keys))
+
+
 def multistage_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds by tiles whose warps load for themselves, estimated; inf: more programs than run at once."""
     rows, keys, spec = config["BLOCK_M"], config["STAGE_KEYS"], problem.specialization
-    space = space_of(problem, gpu.arch, FWD_MULTISTAGE)
-    assert space is not None  # of whose configs one is estimated
     heads = problem.batch * problem.heads_q
     first, end = visits.key_blocks(problem.mask, problem.seqlen_q, problem.seqlen_k, rows, keys)
     blocks = np.sort(end - first)[::-1]  # of a head's tiles, the longest first, as programs take them
-    if len(blocks) * heads > gpu.sm_count * min(MOST_TILES, space.held(spec, rows, keys)):
+    if len(blocks) * heads > gpu.sm_count * min(MOST_TILES, _held(spec, gpu.arch, rows, keys)):
         return float("inf")
-    longest, others = (
-        int(blocks[0]),
-        sum(int(blocks[nth // heads]) for nth in range(gpu.sm_count, len(blocks) * heads, gpu.sm_count)),
-    )
+    of_all = np.repeat(blocks, heads)
+    longest, others = int(of_all[0]), int(of_all[gpu.sm_count :: gpu.sm_count].sum())
     wide = sum(-(-dim // 16) * 16 for dim in (problem.head_dim, problem.head_dim_v)) / COLUMNS
     busy = longest * (STEP_US[keys] + PRODUCTS_US * wide * keys / 64)
     busy += others * (OTHER_US + OTHER_WIDER_US * wide) * keys / 64
@@ -60,11 +64,17 @@ def multistage_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     return LAUNCH_US + LAUNCH_WIDER_US * wide + busy + moved / MOVED_PER_US
 
 
-def candidates(problem: Problem, arch: int) -> Iterator[Config]:
+@cache
+def _configs(spec: Specialization, arch: int) -> tuple[Config, ...]:
+    """Tiles of all sizes; none, where the kernel cannot compute such a call."""
+    if (space := companion_space(FWD_MULTISTAGE, spec, arch)) is None:
+        return ()
+    return tuple(space.config_of(spec, *size) for size in space.tiles(spec, arch))
+
+
+def candidates(problem: Problem, arch: int) -> tuple[Config, ...]:
     """Tiles of all sizes."""
-    if (space := space_of(problem, arch, FWD_MULTISTAGE)) is not None:
-        for size in space.tiles(problem.specialization, arch):
-            yield space.config_of(problem.specialization, *size)
+    return _configs(problem.specialization, arch) if problem.tma else ()
 
 
 def _computes(problem: Problem, arch: int) -> bool:

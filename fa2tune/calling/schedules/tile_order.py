@@ -83,10 +83,11 @@ def _together(work: np.ndarray, sm_count: int, rates: tuple[float, ...]) -> floa
     return float((np.array(paces) @ longer).max())
 
 
-def rates_of(config: Config) -> tuple[float, ...]:
-    """RATES of the programs of a config of a Hopper forward."""
-    held = programs(config)
-    return RATES_OF_TWO_GROUPS if held > 1 and config["BLOCK_M"] > ROWS else RATES[held]
+@cache
+def rates_of(rows: int, maxnreg: int) -> tuple[float, ...]:
+    """RATES of the programs of a Hopper forward, one for each that a multiprocessor holds at once."""
+    held = programs({"BLOCK_M": rows, "maxnreg": maxnreg})
+    return RATES_OF_TWO_GROUPS if held > 1 and rows > ROWS else RATES[held]
 
 
 def widest(problem: Problem) -> int:
@@ -110,5 +111,5 @@ def busiest(problem: Problem, config: Config, sm_count: int, start: float, queri
         band = min(heads, config["HEADS_PER_WAVE"] or band_within_l2(problem.seqlen_k, wide))
     return _busiest(
         heads, problem.seqlen_q, problem.seqlen_k, problem.mask, queries or config["BLOCK_M"], config["BLOCK_N"], band,
-        sm_count, rates_of(config), start,
+        sm_count, rates_of(config["BLOCK_M"], config["maxnreg"]), start,
     )  # fmt: skip
