@@ -6,8 +6,8 @@ Tiles of a kernel of the role fwd_split_grouped have the queries of all heads of
 of one head. Which of the two, and how many parts: ``calling/schedules/key_splits_schedule.py``; of packed sequences, for which
 the latter alone serves, ``packed_splits_schedule.py``.
 
-Forwards by the role fwd_shares, some of whose tiles are in parts, and by fwd_grouped, fwd_one_tile and fwd_80_keys, whose keys
-are not split, are planned here as well: they, too, run in place of the tuned kernel
+Forwards by the role fwd_shares, some of whose tiles are in parts, and by fwd_grouped, fwd_one_tile, fwd_multistage and
+fwd_80_keys, whose keys are not split, are planned here as well: they, too, run in place of the tuned kernel
 (``calling/schedules/in_place_schedule.py``), fwd_grouped of packed sequences, too.
 """
 

@@ -107,6 +107,15 @@ def test_precompile_has_every_tile() -> None:
     assert "sm90/fwd_multistage" in {one.name for one, _, _ in precompile._by_shape("fwd", SHORT, choice, 90)}
 
 
+def test_products_are_slower_on_a_gpu_that_multiplies_less() -> None:
+    (config, *_) = multistage_schedule.candidates(SHORT, 90)
+    times = [
+        multistage_schedule.multistage_us(replace(SHORT, seqlen_q=300), config, gpus.named(name))
+        for name in ("h200", "h20")
+    ]
+    assert 1.2 * times[0] < times[1] < math.inf
+
+
 def test_no_more_programs_than_run_at_once() -> None:
     """192 columns leave room for one program a multiprocessor, 64 for several."""
     wide, narrow = (replace(SHORT, batch=3, head_dim=dim, head_dim_v=dim) for dim in (192, 64))

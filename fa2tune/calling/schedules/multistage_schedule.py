@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from fa2tune.calling.schedules import forward_schedule, key_splits_schedule
+from fa2tune.calling.schedules import few_keys_schedule, forward_schedule, key_splits_schedule
 from fa2tune.compiling.support import companion_space
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import kernels
@@ -25,7 +25,8 @@ from fa2tune.spec.variant import Variant
 #: Microseconds of a launch with a tile's start and end, and what COLUMNS of K and V together add; of the steps of 64 keys and
 #: of 128 without their products, and of products of 64 keys and COLUMNS; of a block of 64 keys of another program of the same
 #: multiprocessor, and what COLUMNS add; how many times as long blocks take where rows begin in the midst of a sector; and bytes
-#: a microsecond that all programs load and store. Fitted to 159 times of 80 calls on an H200: 9 % off, root mean square.
+#: a microsecond that all programs load and store. Fitted to 159 times of 80 calls on an H200: 9 % off, root mean square. Of
+#: other GPUs nothing was timed: products are slower by what their multiprocessors multiply less (few_keys_schedule.PEAK).
 LAUNCH_US, LAUNCH_WIDER_US, COLUMNS = 2.0, 0.9, 256
 STEP_US, PRODUCTS_US = {64: 0.405, 128: 0.704}, 0.28
 OTHER_US, OTHER_WIDER_US = 0.165, 0.213
@@ -56,8 +57,9 @@ def multistage_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     of_all = np.repeat(blocks, heads)
     longest, others = int(of_all[0]), int(of_all[gpu.sm_count :: gpu.sm_count].sum())
     wide = sum(-(-dim // 16) * 16 for dim in (problem.head_dim, problem.head_dim_v)) / COLUMNS
-    busy = longest * (STEP_US[keys] + PRODUCTS_US * wide * keys / 64)
-    busy += others * (OTHER_US + OTHER_WIDER_US * wide) * keys / 64
+    slower = max(1.0, few_keys_schedule.PEAK * gpu.sm_count / gpu.peak(problem.dtype, problem.precision))
+    busy = longest * (STEP_US[keys] + PRODUCTS_US * slower * wide * keys / 64)
+    busy += others * (OTHER_US + OTHER_WIDER_US * slower * wide) * keys / 64
     read = 2 * min(rows, problem.seqlen_q) + problem.seqlen_k  # O as many as Q
     moved = len(blocks) * heads * read * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
     busy *= INSIDE_SECTORS if begins_within_sectors(spec) else 1.0
