@@ -13,6 +13,7 @@ window_schedule             forward   which row's config in a window bounded on 
 packed_schedule             both      which row's config, tiles and bands of heads for packed sequences
 key_splits_schedule         forward   whether keys are split among programs
 longer_blocks_schedule      forward   whether blocks have 80 keys
+multistage_schedule         forward   whether warps of short calls load for themselves
 shares_schedule             forward   whether programs have equal shares of all key blocks
 grouped_schedule            forward   whether tiles have several query heads; what of both runs (``instead_of``)
 packed_grouped_schedule     forward   the same of packed sequences

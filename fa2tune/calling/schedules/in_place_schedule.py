@@ -100,8 +100,8 @@ def served_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None, found
 
 
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
-    """What ``key_splits.kernels`` gives, of every tile of several heads, or with all keys, or in blocks of 80 keys, or in equal
-    shares, that a call of any heads and lengths may have."""
+    """What ``key_splits.kernels`` gives, of every tile of several heads, or with all keys, or whose warps load for themselves,
+    or in blocks of 80 keys, or in equal shares, that a call of any heads and lengths may have."""
     schedules = grouped_schedule, few_keys_schedule, multistage_schedule, longer_blocks_schedule, shares_schedule
     return [one for schedule in schedules for one in schedule.all_kernels(problem, arch)]
 

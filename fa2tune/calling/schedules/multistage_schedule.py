@@ -60,7 +60,7 @@ def multistage_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     slower = max(1.0, few_keys_schedule.PEAK * gpu.sm_count / gpu.peak(problem.dtype, problem.precision))
     busy = longest * (STEP_US[keys] + PRODUCTS_US * slower * wide * keys / 64)
     busy += others * (OTHER_US + OTHER_WIDER_US * slower * wide) * keys / 64
-    read = 2 * min(rows, problem.seqlen_q) + problem.seqlen_k  # O as many as Q
+    read = 2 * min(rows, problem.seqlen_q) + problem.seqlen_k  # MOVED_PER_US is fitted to Q and O counted twice
     moved = len(blocks) * heads * read * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
     busy *= INSIDE_SECTORS if begins_within_sectors(spec) else 1.0
     return LAUNCH_US + LAUNCH_WIDER_US * wide + busy + moved / MOVED_PER_US
