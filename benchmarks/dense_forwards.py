@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -42,6 +42,7 @@ from typing import Any
 import ahead
 import click
 import few_queries
+import merged_heads
 import random_calls
 import side_by_side
 import torch
@@ -61,7 +62,7 @@ from fa2tune.launching import key_splits, passes
 from fa2tune.search_spaces.lib.hopper_key_parts import MOST_IN_TURN
 from fa2tune.search_spaces.sm90 import fwd_split
 from fa2tune.search_spaces.sm90.fwd import in_v_halves, of_tiles, third_stage
-from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.mask import CAUSAL, FULL, ROW_MASKS
 from fa2tune.spec.problem import Config, Problem, head_dim_parts
 from fa2tune.spec.roles import FWD_80_KEYS
 from fa2tune.spec.score import NONE
@@ -98,6 +99,18 @@ def calls(
             taken &= not unmasked or (posed(call).mask == FULL and posed(call).seqlen_k >= unmasked)
             if "us" in run and taken and (is_wide(posed(call)) or not wide):
                 found[f"{path.name.split('.')[0].removeprefix('random_calls')} {place} {name}"] = posed(call), run["us"]
+    return found
+
+
+def of_row_masks(
+    records: Sequence[Path], taken: Callable[[Problem, Mapping[str, float]], bool]
+) -> dict[str, tuple[Problem, Mapping[str, float]]]:
+    """Name -> (call, recorded microseconds), of forwards without a mask or under a causal one, those that are ``taken``."""
+    found = dict[str, tuple[Problem, Mapping[str, float]]]()
+    for call in merged_heads.read(records):
+        us = call.get("fwd", {}).get("us")
+        if us and call["mask"] in ROW_MASKS and taken(problem := posed(call), us):
+            found[workloads.described(problem)] = problem, us
     return found
 
 
@@ -323,6 +336,15 @@ def measured(
     return dict(zip(right, (round(us, 2) for us in times), strict=True)), wrong
 
 
+def compared(
+    pair: tuple[Problem, Mapping[str, float]], configs: Callable[[Problem], Mapping[str, Config]]
+) -> dict[str, Any]:
+    """What a file holds of (call, recorded microseconds)."""
+    problem, us = pair
+    times, wrong = measured(problem, configs)
+    return {"call": workloads.described(problem), "us": times, "wrong": wrong, "when drawn": us}
+
+
 def line(name: str, call: Mapping[str, Any]) -> str:
     ordered = sorted((us, which) for which, us in call["us"].items() if which != "served")
     best = "; ".join(f"{which}: {us}" for us, which in ordered[:SHOWN])
@@ -384,11 +406,7 @@ def main(records: tuple[Path, ...], listed: bool, every: int | None, dims: tuple
         return
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
 
-    def one(pair: tuple[Problem, Mapping[str, float]]) -> dict[str, Any]:
-        problem, us = pair
-        times, wrong = measured(problem, partial(forms_of, gpu=dispatch.gpu_of(0)))
-        return {"call": workloads.described(problem), "us": times, "wrong": wrong, "when drawn": us}
-
+    one = partial(compared, configs=lambda problem: forms_of(problem, gpu=dispatch.gpu_of(0)))
     side_by_side.fill(record, wanted, one, seconds, out, line)
 
 

@@ -14,25 +14,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import dense_forwards
 import few_queries
-import merged_heads
 import side_by_side
-import workloads
-from dense_backwards import posed
 
 from fa2tune.calling import dispatch
 from fa2tune.calling.schedules import multistage_schedule
 from fa2tune.gpus import Gpu
-from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import Config, Problem
 
 MOST_US = 30.0
-SERVED = "served"
 
 
 def configs_of(problem: Problem, arch: int) -> dict[str, Config]:
@@ -42,14 +38,12 @@ def configs_of(problem: Problem, arch: int) -> dict[str, Config]:
 
 def calls_of(records: Sequence[Path], gpu: Gpu) -> dict[str, tuple[Problem, Mapping[str, float]]]:
     """Name -> (problem, recorded microseconds)."""
-    found = {}
-    for call in merged_heads.read(records):
-        us = call.get("fwd", {}).get("us")
-        if us and call["mask"] in ROW_MASKS and us.get(side_by_side.SUBJECT, MOST_US) < MOST_US:
-            problem = posed(call)
-            if multistage_schedule.asked(problem, gpu) and configs_of(problem, gpu.arch):
-                found[workloads.described(problem)] = problem, us
-    return found
+
+    def taken(problem: Problem, us: Mapping[str, float]) -> bool:
+        short = us.get(side_by_side.SUBJECT, MOST_US) < MOST_US
+        return short and multistage_schedule.asked(problem, gpu) and bool(configs_of(problem, gpu.arch))
+
+    return dense_forwards.of_row_masks(records, taken)
 
 
 def line(name: str, call: Mapping[str, Any]) -> str:
@@ -67,12 +61,7 @@ def main(records: Sequence[Path], share: slice, seconds: float, out: Path | None
     gpu = dispatch.gpu_of(0)
     wanted = side_by_side.in_share(calls_of(records, gpu), share)
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
-
-    def one(pair: tuple[Problem, Mapping[str, float]]) -> dict[str, Any]:
-        problem, drawn = pair
-        times, wrong = dense_forwards.measured(problem, lambda ours: configs_of(ours, gpu.arch))
-        return {"call": workloads.described(problem), "us": times, "wrong": wrong, "when drawn": drawn}
-
+    one = partial(dense_forwards.compared, configs=lambda ours: configs_of(ours, gpu.arch))
     side_by_side.fill(record, wanted, one, seconds, out, line)
 
 

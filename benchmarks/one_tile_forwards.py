@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,6 @@ import click
 import dense_forwards
 import merged_heads
 import side_by_side
-import workloads
-from dense_backwards import posed
 
 from fa2tune import gpus
 from fa2tune.calling import dispatch
@@ -31,7 +30,6 @@ from fa2tune.calling.choosing import Chooser
 from fa2tune.calling.schedules import few_keys_schedule, in_place_schedule
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits
-from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import Config, Problem
 
 SERVED = "served"
@@ -49,14 +47,9 @@ def name_of(config: Config) -> str:
 
 def calls_of(records: Sequence[Path], gpu: Gpu) -> dict[str, tuple[Problem, Mapping[str, float]]]:
     """Name -> (problem, recorded microseconds)."""
-    found = {}
-    for call in merged_heads.read(records):
-        us = call.get("fwd", {}).get("us")
-        if us and call["mask"] in ROW_MASKS:
-            problem = posed(call)
-            if few_keys_schedule.asked(problem, gpu) and configs_of(problem, gpu.arch):
-                found[workloads.described(problem)] = problem, us
-    return found
+    return dense_forwards.of_row_masks(
+        records, lambda problem, _us: few_keys_schedule.asked(problem, gpu) and bool(configs_of(problem, gpu.arch))
+    )
 
 
 def line(name: str, call: Mapping[str, Any]) -> str:
@@ -109,12 +102,7 @@ def main(records: Sequence[Path], share: slice, seconds: float, out: Path | None
     gpu = dispatch.gpu_of(0)
     wanted = side_by_side.in_share(calls_of(records, gpu), share)
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
-
-    def one(pair: tuple[Problem, Mapping[str, float]]) -> dict[str, Any]:
-        problem, drawn = pair
-        times, wrong = dense_forwards.measured(problem, lambda ours: configs_of(ours, gpu.arch))
-        return {"call": workloads.described(problem), "us": times, "wrong": wrong, "when drawn": drawn}
-
+    one = partial(dense_forwards.compared, configs=lambda ours: configs_of(ours, gpu.arch))
     side_by_side.fill(record, wanted, one, seconds, out, line)
 
 

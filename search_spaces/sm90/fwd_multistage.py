@@ -35,9 +35,9 @@ def _live(spec: Specialization, keys: int) -> int:
 
 
 def stages_of(spec: Specialization, rows: int, keys: int) -> int:
-    """As many as leave room for a second program of 64 rows, where two have room; 0: two do not fit."""
+    """As many as leave room for a second program, where two programs of two stages have room; 0: not even two stages fit."""
     halves = SHARED_BYTES // 2 - 1024
-    most = halves if rows == ROWS[0] and shared_bytes(spec, rows, keys, STAGES[0]) <= halves else SHARED_BYTES
+    most = halves if shared_bytes(spec, rows, keys, STAGES[0]) <= halves else SHARED_BYTES
     return max((count for count in STAGES if shared_bytes(spec, rows, keys, count) <= most), default=0)
 
 

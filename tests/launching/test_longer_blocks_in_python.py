@@ -10,22 +10,20 @@ from typing import Any
 import kernels_in_python
 import numpy as np
 import pytest
-import torch
-from gpu_in_python import InPlaceGpu
+from in_place_in_python import WholeTilesGpu, check, check_infinite_scores, with_names
 from kernel_values import Shared
 from public_gpu import public_gpu
-from test_computed_in_python import Call, compare, inputs, unset, wanted
-from test_grouped_in_python import within_nan
+from test_computed_in_python import Call
 from test_public_calls_in_python import Case, results
 from test_public_calls_in_python import inputs as inputs_of
 
 from fa2tune.calling.schedules import longer_blocks_schedule, multistage_schedule
-from fa2tune.launching import key_splits, passes
+from fa2tune.launching import key_splits
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.sm90 import fwd_80_keys
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL
-from fa2tune.spec.problem import Problem
+from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.roles import FWD_80_KEYS
 from fa2tune.spec.score import Score
 
@@ -45,39 +43,28 @@ def _as_rows(units: Shared, first: int, height: int) -> Shared:
     return Shared(units.dtype, [height, columns], found)
 
 
-class LongerGpu(InPlaceGpu):
+class LongerGpu(WholeTilesGpu):
     """Shared memory in units is what it is on a GPU, where no unit is seen as a tile of its size."""
+
+    space = fwd_80_keys.SPACE
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
         in_units(monkeypatch)
 
-    def forward(self, call: Call, given: dict[str, torch.Tensor], order: str, turns: bool) -> Any:
-        """(o, lse)"""
-        q, k, v = (within_nan(given[name], order) for name in "qkv")
-        problem = passes.describe(q, k, v, call.mask, call.softmax_scale, call.score)
+    def config_of(self, problem: Problem, *form: Any) -> Config:
+        (turns,) = form
         assert fwd_80_keys.fits(problem.specialization, 90)
-        config = {**fwd_80_keys.config_of(problem.specialization), "PINGPONG": turns}
-        assert all(config[name] in values for name, values in fwd_80_keys.SPACE.dimensions.items())
-        tensors = {"q": q, "k": k, "v": v, "o": unset(q, call.dims[1]), "lse": torch.full(q.shape[:3], torch.nan)}
-        return self.run_whole(problem, tensors, call.softmax_scale, config)
+        return {**fwd_80_keys.config_of(problem.specialization), "PINGPONG": turns}
 
 
 def in_units(monkeypatch: pytest.MonkeyPatch, **others: Any) -> None:
-    names = {"unit_as_block": _as_block, "unit_as_rows": _as_rows, **others}
-    monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, **names})
-    monkeypatch.setattr(kernels_in_python, "_MODULES", {})
+    with_names(monkeypatch, unit_as_block=_as_block, unit_as_rows=_as_rows, **others)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> LongerGpu:
     return LongerGpu(monkeypatch)
-
-
-def check(gpu: LongerGpu, call: Call, order: str = "bhsd", turns: bool = False) -> None:
-    given = inputs(call, 0)
-    o, lse = gpu.forward(call, given, order, turns)
-    compare({"o": o, "lse": lse}, wanted(call, given))
 
 
 CALLS = [
@@ -98,17 +85,12 @@ CALLS = [
 @pytest.mark.parametrize("order", ["bhsd", "bshd"])
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_blocks_of_80_keys(gpu: LongerGpu, call: Call, order: str, turns: bool) -> None:
-    check(gpu, call, order, turns)
+    check(gpu, call, (turns,), order)
 
 
 def test_rows_of_infinite_scores_are_nan_as_softmax_has_them(gpu: LongerGpu) -> None:
     call = Call(((70, 200),), (4, 1), (256, 256), FULL)
-    given = inputs(call, 0)
-    given["q"][:, 1, 3, 0], given["k"][..., 0] = -torch.inf, 1.0
-    o, lse = gpu.forward(call, given, "bhsd", False)
-    assert o[:, 1, 3].isnan().all() and lse[0, 1, 3] == -torch.inf
-    o[:, 1, 3] = 0
-    assert not o.isnan().any(), "no other query, and no other head"
+    check_infinite_scores(gpu, call, (False,))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +108,7 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, name: str, instead: A
     in_units(monkeypatch, **{name: instead})
     monkeypatch.setattr(kernels_in_python, "PATIENCE", 0.5)
     with pytest.raises(AssertionError, match=found):
-        check(gpu, Call(((77, 265),), (2, 1), (256, 256), FULL, softmax_scale=2.0))
+        check(gpu, Call(((77, 265),), (2, 1), (256, 256), FULL, softmax_scale=2.0), (False,))
 
 
 @pytest.fixture

@@ -8,55 +8,35 @@ from typing import Any
 
 import kernels_in_python
 import pytest
-import torch
-from gpu_in_python import InPlaceGpu
+from in_place_in_python import LateGpu, check, check_infinite_scores
 from public_gpu import public_gpu
-from test_computed_in_python import Call, compare, inputs, unset, wanted
-from test_grouped_in_python import within_nan
-from test_one_tile_forward_in_python import LateCopies
+from test_computed_in_python import Call
 from test_public_calls_in_python import Case, results
 from test_public_calls_in_python import inputs as inputs_of
 
 from fa2tune.calling.schedules import multistage_schedule
-from fa2tune.launching import key_splits, passes
+from fa2tune.launching import key_splits
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.sm90 import fwd_multistage
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
-from fa2tune.spec.problem import Problem
+from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.roles import FWD_MULTISTAGE
 from fa2tune.spec.score import Score
 
 
-class MultistageGpu(InPlaceGpu):
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **others: Any) -> None:
-        super().__init__(monkeypatch)
-        self.late = LateCopies()
-        names = {"mbarrier": self.late, "tma_load": self.late.load, **others}
-        monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, **names})
-        monkeypatch.setattr(kernels_in_python, "_MODULES", {})
+class MultistageGpu(LateGpu):
+    space = fwd_multistage.SPACE
 
-    def forward(self, call: Call, given: dict[str, torch.Tensor], keys: int, order: str = "bhsd") -> Any:
-        """(o, lse)"""
-        q, k, v = (within_nan(given[name], order) for name in "qkv")
-        problem = passes.describe(q, k, v, call.mask, call.softmax_scale, call.score)
+    def config_of(self, problem: Problem, *form: Any) -> Config:
+        (keys,) = form  # of a block
         assert (64, keys) in fwd_multistage.tiles(problem.specialization, 90)
-        config = fwd_multistage.config_of(problem.specialization, 64, keys)
-        assert all(config[name] in values for name, values in fwd_multistage.SPACE.dimensions.items())
-        tensors = {"q": q, "k": k, "v": v, "o": unset(q, call.dims[1]), "lse": torch.full(q.shape[:3], torch.nan)}
-        return self.run_whole(problem, tensors, call.softmax_scale, config)
+        return fwd_multistage.config_of(problem.specialization, 64, keys)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> MultistageGpu:
     return MultistageGpu(monkeypatch)
-
-
-def check(gpu: MultistageGpu, call: Call, keys: int, order: str = "bhsd") -> None:
-    given = inputs(call, 0)
-    o, lse = gpu.forward(call, given, keys, order)
-    compare({"o": o, "lse": lse}, wanted(call, given))
-    assert not gpu.late.asked, "a program waits for all that it loads"
 
 
 CALLS = [
@@ -78,17 +58,12 @@ CALLS = [
 @pytest.mark.parametrize("order", ["bhsd", "bshd"])
 @pytest.mark.parametrize(("call", "keys"), CALLS, ids=str)
 def test_blocks_in_stages(gpu: MultistageGpu, call: Call, keys: int, order: str) -> None:
-    check(gpu, call, keys, order)
+    check(gpu, call, (keys,), order)
 
 
 def test_rows_of_infinite_scores_are_nan_as_softmax_has_them(gpu: MultistageGpu) -> None:
     call = Call(((70, 200),), (4, 1), (128, 128), FULL)
-    given = inputs(call, 0)
-    given["q"][:, 1, 3, 0], given["k"][..., 0] = -torch.inf, 1.0
-    o, lse = gpu.forward(call, given, 64)
-    assert o[:, 1, 3].isnan().all() and lse[0, 1, 3] == -torch.inf
-    o[:, 1, 3] = 0
-    assert not o.isnan().any(), "no other query, and no other head"
+    check_infinite_scores(gpu, call, (64,))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +80,7 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, name: str, instead: A
     gpu = MultistageGpu(monkeypatch, **{name: instead})
     monkeypatch.setattr(kernels_in_python, "PATIENCE", 0.5)
     with pytest.raises(AssertionError, match=found):
-        check(gpu, Call(((77, 365),), (2, 1), (128, 128), FULL, softmax_scale=2.0), 64)
+        check(gpu, Call(((77, 365),), (2, 1), (128, 128), FULL, softmax_scale=2.0), (64,))
 
 
 @pytest.mark.usefixtures("poison")

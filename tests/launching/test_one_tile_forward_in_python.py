@@ -3,30 +3,26 @@ attention. Results are poisoned with NaN, as is what lies around q, k and v. A c
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import kernels_in_python
 import pytest
-import torch
 from added_terms import add_terms
-from gpu_in_python import InPlaceGpu
+from in_place_in_python import LateGpu, check, check_infinite_scores
 from kernel_values import Buffer
 from public_gpu import public_gpu
-from test_computed_in_python import Call, compare, inputs, unset, wanted
-from test_grouped_in_python import within_nan
+from test_computed_in_python import Call
 from test_public_calls_in_python import Case, results
 from test_public_calls_in_python import inputs as inputs_of
 
 from fa2tune.calling.schedules import few_keys_schedule, multistage_schedule
-from fa2tune.launching import key_splits, passes
+from fa2tune.launching import key_splits
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.sm90 import fwd_one_tile
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, STACKED, Mask, band
-from fa2tune.spec.problem import Problem, Specialization
+from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.roles import FWD_ONE_TILE
 from fa2tune.spec.score import Score
 
@@ -34,60 +30,26 @@ from fa2tune.spec.score import Score
 Tile = tuple[int, int]
 
 
-class LateCopies(kernels_in_python._Mbarrier):
-    """Copies by TMA that land when their barrier is waited for, and not before. ``awaited``: whether a wait is one, by the
-    copies that it is for."""
+class OneTileGpu(LateGpu):
+    """``copies``: (kind, tensor) of each by TMA."""
 
-    def __init__(self) -> None:
-        self.asked = defaultdict[Any, list[tuple[Any, ...]]](list)
-        self.awaited: Callable[[int], bool] = lambda copies: True
-
-    def load(self, descriptor: Any, coordinates: Any, barrier: Any, place: Any) -> None:
-        self.asked[barrier].append((descriptor, coordinates, barrier, place))
-
-    def wait(self, barrier: Any, phase: Any, pred: Any = True) -> None:  # type: ignore[override]
-        if self.awaited(len(self.asked[barrier])):
-            for copy in self.asked.pop(barrier):
-                kernels_in_python._tma_load(*copy)
-            super().wait(barrier, phase, pred)
-
-
-class OneTileGpu(InPlaceGpu):
-    """``copies``: (kind, tensor) of each by TMA; ``late``: those that have not landed."""
+    space = fwd_one_tile.SPACE
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        self.copies, self.late = list[tuple[str, str]](), LateCopies()
-        names = {"mbarrier": self.late, "tma_load": self.late.load}
-        monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, **names})
-        monkeypatch.setattr(kernels_in_python, "_MODULES", {})
+        self.copies = list[tuple[str, str]]()
 
     def seen(self, kind: str, buffer: Buffer, elements: Any) -> None:
         self.copies.append((kind, buffer.name))
 
-    def forward(
-        self, call: Call, given: dict[str, torch.Tensor], tile: Tile, order: str = "bhsd"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(o, lse)"""
-        q, k, v = (within_nan(given[name], order) for name in "qkv")
-        problem = passes.describe(q, k, v, call.mask, call.softmax_scale, call.score)
-        assert tile in fwd_one_tile.tiles(problem.specialization, 90) and problem.seqlen_k <= tile[1]
-        config = fwd_one_tile.config_of(problem.specialization, *tile)
-        assert all(config[name] in values for name, values in fwd_one_tile.SPACE.dimensions.items())
-        tensors = {"q": q, "k": k, "v": v, "o": unset(q, call.dims[1]), "lse": torch.full(q.shape[:3], torch.nan)}
-        return self.run_whole(problem, tensors, call.softmax_scale, config)
+    def config_of(self, problem: Problem, *form: Any) -> Config:
+        assert form in fwd_one_tile.tiles(problem.specialization, 90) and problem.seqlen_k <= form[1]
+        return fwd_one_tile.config_of(problem.specialization, *form)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> OneTileGpu:
     return OneTileGpu(monkeypatch)
-
-
-def check(gpu: OneTileGpu, call: Call, tile: Tile, order: str = "bhsd") -> None:
-    given = inputs(call, 0)
-    o, lse = gpu.forward(call, given, tile, order)
-    compare({"o": o, "lse": lse}, wanted(call, given))
-    assert not gpu.late.asked, "a program waits for all that it loads"
 
 
 CALLS = [
@@ -172,12 +134,7 @@ def test_what_a_program_copies(gpu: OneTileGpu, dims: tuple[int, int], parts: tu
 
 def test_rows_of_infinite_scores_are_nan_as_softmax_has_them(gpu: OneTileGpu) -> None:
     call = Call(((70, 100),), (4, 1), (64, 64), FULL)
-    given = inputs(call, 0)
-    given["q"][:, 1, 3, 0], given["k"][..., 0] = -torch.inf, 1.0
-    o, lse = gpu.forward(call, given, (64, 128))
-    assert o[:, 1, 3].isnan().all() and lse[0, 1, 3] == -torch.inf
-    o[:, 1, 3] = 0
-    assert not o.isnan().any(), "no other query, and no other head"
+    check_infinite_scores(gpu, call, (64, 128))
 
 
 @pytest.mark.parametrize("copies", [2, 1], ids=["q and k", "v"])

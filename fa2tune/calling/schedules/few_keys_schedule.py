@@ -63,22 +63,31 @@ def candidates(problem: Problem, arch: int) -> Iterator[Config]:
             yield space.config_of(problem.specialization, rows, keys)
 
 
+def plain(problem: Problem, arch: int) -> bool:
+    """Whether a call is dense, has no score term and is of an architecture on which such kernels were timed."""
+    return arch in key_splits_schedule.MEASURED_ON and problem.score == NONE and not problem.extent.ragged
+
+
+def short(problem: Problem, gpu: Gpu, most_keys: int, most_tiles: int) -> bool:
+    """Whether a call has LEAST_ROWS queries and keys or more, so many keys and tiles of LEAST_ROWS rows a multiprocessor at
+    most, and no portable kernel that is faster."""
+    return (
+        LEAST_ROWS <= problem.seqlen_k <= most_keys
+        and problem.seqlen_q >= LEAST_ROWS
+        and not problem.is_empty
+        and problem.query_tiles(LEAST_ROWS) * problem.heads_q <= most_tiles * gpu.sm_count
+        and not forward_schedule.portable_is_faster("fwd", problem)
+    )
+
+
 def _computes(problem: Problem, arch: int) -> bool:
-    """Whether calls of this kind were timed: no mask or a causal one, that of rows of several heads included, no score term."""
-    timed = problem.mask.measured or problem.mask.name == STACKED
-    return arch in key_splits_schedule.MEASURED_ON and timed and problem.score == NONE and not problem.extent.ragged
+    """Whether calls of this kind were timed: no mask or a causal one, that of rows of several heads included."""
+    return plain(problem, arch) and (problem.mask.measured or problem.mask.name == STACKED)
 
 
 def asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether the kernel is asked for such a call at all."""
-    return (
-        LEAST_ROWS <= problem.seqlen_k <= MOST_KEYS
-        and problem.seqlen_q >= LEAST_ROWS
-        and not problem.is_empty
-        and _computes(problem, gpu.arch)
-        and problem.query_tiles(LEAST_ROWS) * problem.heads_q <= MOST_TURNS * gpu.sm_count
-        and not forward_schedule.portable_is_faster("fwd", problem)
-    )
+    return _computes(problem, gpu.arch) and short(problem, gpu, MOST_KEYS, MOST_TURNS)
 
 
 @lru_cache(maxsize=1024)

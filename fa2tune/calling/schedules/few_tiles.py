@@ -390,18 +390,24 @@ def margin(problem: Problem, row: Row, sm_count: int) -> float | None:
     return MARGIN if few or narrow else OWN_MARGIN if own else MANY_MARGIN
 
 
+def is_alone(problem: Problem, sm_count: int) -> bool:
+    """Whether no multiprocessor has more than one tile of FULL_TILE rows."""
+    return problem.query_tiles(FULL_TILE) * problem.heads_q <= sm_count
+
+
 def norms_lose(problem: Problem, sm_count: int) -> bool:
     """Whether bounds by norms took longer in all raced calls: of few keys, or of head dims above 128 with at most one tile of
     FULL_TILE rows a multiprocessor, where they took 1.0 to 1.3 of the time of maxima."""
-    alone = problem.query_tiles(FULL_TILE) * problem.heads_q <= sm_count
     wide = max(problem.head_dim, problem.head_dim_v)
-    return problem.seqlen_k < (LONG_KEYS if wide > NARROWEST else LONG_KEYS_NARROWEST) or (alone and wide > 128)
+    return problem.seqlen_k < (LONG_KEYS if wide > NARROWEST else LONG_KEYS_NARROWEST) or (
+        wide > 128 and is_alone(problem, sm_count)
+    )
 
 
 def best(problem: Problem, arch: int, sm_count: int) -> tuple[float, Config] | None:
     """(expected microseconds, config) of the fastest of ``configs``; None: there is none."""
     found, lose = [], norms_lose(problem, sm_count)
-    alone = problem.query_tiles(FULL_TILE) * problem.heads_q <= sm_count
+    alone = is_alone(problem, sm_count)
     for config in configs(problem.specialization, arch):
         if config["RESCALE"] == "never" and (lose or suited(problem, config) != config):
             continue

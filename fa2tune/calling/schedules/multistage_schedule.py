@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from fa2tune.calling.schedules import few_keys_schedule, forward_schedule, key_splits_schedule
+from fa2tune.calling.schedules import few_keys_schedule
 from fa2tune.compiling.support import companion_space
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import kernels
@@ -19,7 +19,6 @@ from fa2tune.search_spaces.lib.hopper import begins_within_sectors
 from fa2tune.spec import visits
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization
 from fa2tune.spec.roles import FWD_MULTISTAGE
-from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant
 
 #: Microseconds of a launch with a tile's start and end, and what COLUMNS of K and V together add; of the steps of 64 keys and
@@ -31,9 +30,8 @@ LAUNCH_US, LAUNCH_WIDER_US, COLUMNS = 2.0, 0.9, 256
 STEP_US, PRODUCTS_US = {64: 0.405, 128: 0.704}, 0.28
 OTHER_US, OTHER_WIDER_US = 0.165, 0.213
 INSIDE_SECTORS, MOVED_PER_US = 1.165, 41e6
-#: What was timed: so many queries and keys at least, so many keys at most, and so many tiles a multiprocessor, which it must
-#: hold at once.
-FEWEST, MOST_KEYS, MOST_TILES = 64, 2048, 2
+#: What was timed: so many keys at most, and so many tiles a multiprocessor, which it must hold at once.
+MOST_KEYS, MOST_TILES = 2048, 2
 #: It must be predicted to be faster than what serves otherwise by this share.
 MARGIN = 0.1
 
@@ -80,21 +78,13 @@ def candidates(problem: Problem, arch: int) -> tuple[Config, ...]:
 
 
 def _computes(problem: Problem, arch: int) -> bool:
-    """Whether calls of this kind were timed: no mask or a causal one, no score term."""
-    timed = arch in key_splits_schedule.MEASURED_ON and problem.mask.measured
-    return timed and problem.score == NONE and not problem.extent.ragged
+    """Whether calls of this kind were timed: no mask or a causal one."""
+    return few_keys_schedule.plain(problem, arch) and problem.mask.measured
 
 
 def asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether the kernel is asked for such a call at all."""
-    return (
-        FEWEST <= problem.seqlen_k <= MOST_KEYS
-        and problem.seqlen_q >= FEWEST
-        and not problem.is_empty
-        and _computes(problem, gpu.arch)
-        and problem.query_tiles(FEWEST) * problem.heads_q <= MOST_TILES * gpu.sm_count
-        and not forward_schedule.portable_is_faster("fwd", problem)
-    )
+    return _computes(problem, gpu.arch) and few_keys_schedule.short(problem, gpu, MOST_KEYS, MOST_TILES)
 
 
 @lru_cache(maxsize=1024)
