@@ -16,7 +16,8 @@ interleaved; the file holds medians of seven bursts in microseconds a call. Need
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,6 +37,9 @@ from fa2tune.calling.schedules import query_tiles_schedule
 from fa2tune.gpus import Gpu
 from fa2tune.launching import passes, query_tiles
 from fa2tune.spec.problem import Config, Problem
+
+#: (call as tensors pose it, GPU, what else a plan takes) -> names and plans.
+Plans = Callable[[Problem, Gpu, Mapping[str, Any]], Iterator[tuple[str, Any]]]
 
 SERVED = "served"
 BURST_MS = 2.0
@@ -70,8 +74,15 @@ def without(problem: Problem, gpu: Gpu, given: Mapping[str, Any]) -> Any:
         return backward_plans.backward_plan(problem, strategy, choices, gpu, given, True)
 
 
-def measured(problem: Problem) -> dict[str, float]:
-    """Candidate -> microseconds."""
+def plans(ours: Problem, gpu: Gpu, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is timed: name and plan."""
+    yield SERVED, without(ours, gpu, given)
+    for name, config in candidates(ours, gpu).items():
+        yield name, query_tiles.QueryTilesPlan(ours, **given, config=config)
+
+
+def raced(problem: Problem, plans: Plans) -> dict[str, float]:
+    """Name -> microseconds of a backward by each plan."""
 
     def new(length: int, heads: int, dim: int) -> torch.Tensor:
         return torch.randn(problem.batch, length, heads, dim, device="cuda", dtype=torch.bfloat16)
@@ -86,22 +97,18 @@ def measured(problem: Problem) -> dict[str, float]:
     given = {"do": do, "dlse": None, "q": q, "k": k, "v": v, "o": o, "softmax_scale": scale}
     calls: dict[str, Callable[[], Sequence[torch.Tensor]]] = {}
 
-    def taken(name: str, plan: Any) -> None:
-        calls[name] = lambda: plan(do, None, q, k, v, o, lse)
+    for name, plan in plans(ours, gpu, given):
+        calls[name] = partial(plan, do, None, q, k, v, o, lse)
         found = dict(zip(("dq", "dk", "dv"), (one.transpose(1, 2) for one in calls[name]()), strict=True))
         if (why := workloads.wrong(found, want, problem.group)) is not None:
             raise click.ClickException(f"{workloads.described(problem)}, {name}: {why}")
-
-    taken(SERVED, without(ours, gpu, given))
-    for name, config in candidates(ours, gpu).items():
-        taken(name, query_tiles.QueryTilesPlan(ours, **given, config=config))
     times = race(list(calls.values()), torch.cuda.Stream(), BURST_MS)
     return dict(zip(calls, (round(us, 2) for us in times), strict=True))
 
 
-def recorded(problem: Problem) -> dict[str, Any]:
+def recorded(problem: Problem, plans: Plans) -> dict[str, Any]:
     shape = {field: getattr(problem, field) for field in ("dtype", *SHAPE)}
-    return {**shape, "mask": problem.mask.name, "us": measured(problem)}
+    return {**shape, "mask": problem.mask.name, "us": raced(problem, plans)}
 
 
 def line(name: str, call: Mapping[str, Any]) -> str:
@@ -130,7 +137,7 @@ def main(seeds: tuple[str, ...], texts: tuple[str, ...], share: slice, seconds: 
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
     drawn = {name: one for name, (one, _) in dense_forwards.drawn(seeds).items() if wanted(one, 90)}
     asked = drawn | {name: one for name, (one, _) in dense_forwards.named(texts).items()}
-    side_by_side.fill(record, dict(list(asked.items())[share]), recorded, seconds, out, line)
+    side_by_side.fill(record, dict(list(asked.items())[share]), partial(recorded, plans=plans), seconds, out, line)
 
 
 if __name__ == "__main__":

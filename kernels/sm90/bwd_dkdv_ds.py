@@ -28,6 +28,8 @@ from fa2tune.kernels.lib.hopper_dkdv import (
     produce,
     row_values,
 )
+from fa2tune.kernels.lib.hopper_dkdv_tiles import TileBarriers, Walk, consume_dk, consume_dv, produce_tiles
+from fa2tune.kernels.lib.hopper_forward import slots
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     alike,
@@ -126,22 +128,14 @@ def _consume(memory, ds, ds_smem, smem, barriers, tile, call, form):
 
 
 @gluon.jit
-def _slots(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """An mbarrier a slot."""
-    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(found.index(i), count=ARRIVALS)
-    return found
-
-
-@gluon.jit
 def bwd_dkdv_ds_hopper_kernel(
     q, k, v, do, lse, delta, ds, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
     window_left, window_right, score_first, score_second, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, SCORED: gl.constexpr,
     APPLY: gl.constexpr, GRAD: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr, P_STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D / DV], k, v [B, Hkv, Sk, D / DV] by descriptors, lse and delta [B, Hq, Sq] float32 -> dk, dv, and ds
     [B, Hq, keys, rows] in their dtype: dS transposed, in whole blocks, of the blocks that the mask does not hide. Rows and keys
@@ -149,45 +143,58 @@ def bwd_dkdv_ds_hopper_kernel(
     their own, q_rest, ..., dv_rest."""
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
-    # causal: the first tiles are the longest
-    number, head = tile_and_head(gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE, False)
-    start_n = number * BLOCK_N
     window = (window_left, window_right)
-    first, full, end, rotation = query_blocks(
-        start_n, seqlen_q, seqlen_k, window, BLOCK_M, BLOCK_N, QUERY_BLOCKS, LEFT_BOUNDED
-    )
     q, do = descriptors_of(q, q_rest), descriptors_of(do, do_rest)
     k, v = descriptors_of(k, k_rest), descriptors_of(v, v_rest)
     dk, dv = descriptors_of(dk, dk_rest), descriptors_of(dv, dv_rest)
-    q_smem = shared_for(q, STAGES, BLOCK_M, BLOCK_D, REST_D)
-    do_smem = shared_for(do, STAGES, BLOCK_M, BLOCK_DV, REST_DV)
-    k_smem = shared_for(k, 1, BLOCK_N, BLOCK_D, REST_D)
-    v_smem = shared_for(v, 1, BLOCK_N, BLOCK_DV, REST_DV)
+    # tile after tile K and V share the slots of Q and dO
+    SLOTS: gl.constexpr = STAGES + 1 if PERSISTENT else STAGES
+    q_smem = shared_for(q, SLOTS, BLOCK_M, BLOCK_D, REST_D)
+    do_smem = shared_for(do, SLOTS, BLOCK_M, BLOCK_DV, REST_DV)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     p_smem = gl.allocate_shared_memory(dtype, [P_STAGES, BLOCK_N, BLOCK_M], p_layout)
     ds_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, BLOCK_M], ds.layout)
-    k_ready, v_ready, read = _slots(1, 1), _slots(1, 1), _slots(1, 2)
-    q_ready, do_ready = _slots(STAGES, 1), _slots(STAGES, 1)
-    q_empty, do_empty = _slots(STAGES, 2), _slots(STAGES, 2)
-    p_ready, p_empty = _slots(P_STAGES, 1), _slots(P_STAGES, 1)
-    fence_async_shared()
+    q_ready, do_ready = slots(SLOTS, 1), slots(SLOTS, 1)
+    q_empty, do_empty = slots(SLOTS, 2), slots(SLOTS, 2)
+    p_ready, p_empty = slots(P_STAGES, 1), slots(P_STAGES, 1)
     memory = Memory(dk, dv, lse, delta)
-    smem = Shared(k_smem, v_smem, q_smem, do_smem, p_smem)
-    barriers = Barriers(
-        k_ready.index(0), v_ready.index(0), q_ready, q_empty, do_ready, do_empty, p_ready, p_empty, read.index(0)
-    )
-    tile = Tile(head // heads_kv, head % heads_kv, heads_q, group, start_n, first, full, end, rotation, ())
     call = Call(seqlen_q, seqlen_k, window, (score_first, score_second), qk_scale, softmax_scale)
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, ROWS_N=BLOCK_N, TILES=1, STAGES=STAGES, P_STAGES=P_STAGES,
         HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, EARLY_START=False, DIVISORS=False, num_warps=num_warps,
         SCORED=SCORED, APPLY=APPLY, GRAD=GRAD,
     )  # fmt: skip
-    gl.warp_specialize([
-        (_consume_dv, (memory, smem, barriers, tile, call, form)),
-        (_consume, (memory, ds, ds_smem, smem, barriers, tile, call, form)),
-        (produce, (q, k, v, do, smem, barriers, tile, form)),
-    ], [4, 1], [space.REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    if PERSISTENT:
+        fence_async_shared()
+        smem = Shared(None, None, q_smem, do_smem, p_smem)
+        barriers = TileBarriers(q_ready, q_empty, do_ready, do_empty, p_ready, p_empty)
+        walk = Walk(gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE, heads_kv, group)
+        gl.warp_specialize([
+            (consume_dv, (memory, smem, barriers, walk, call, QUERY_BLOCKS, form)),
+            (consume_dk, (memory, ds, ds_smem, smem, barriers, walk, call, QUERY_BLOCKS, form)),
+            (produce_tiles, (q, k, v, do, smem, barriers, walk, call, QUERY_BLOCKS, form)),
+        ], [4, 1], [space.REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        # causal: the first tiles are the longest
+        number, head = tile_and_head(gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE, False)
+        start_n = number * BLOCK_N
+        first, full, end, rotation = query_blocks(
+            start_n, seqlen_q, seqlen_k, window, BLOCK_M, BLOCK_N, QUERY_BLOCKS, LEFT_BOUNDED
+        )
+        k_smem = shared_for(k, 1, BLOCK_N, BLOCK_D, REST_D)
+        v_smem = shared_for(v, 1, BLOCK_N, BLOCK_DV, REST_DV)
+        k_ready, v_ready, read = slots(1, 1), slots(1, 1), slots(1, 2)
+        fence_async_shared()
+        smem = Shared(k_smem, v_smem, q_smem, do_smem, p_smem)
+        barriers = Barriers(
+            k_ready.index(0), v_ready.index(0), q_ready, q_empty, do_ready, do_empty, p_ready, p_empty, read.index(0)
+        )
+        tile = Tile(head // heads_kv, head % heads_kv, heads_q, group, start_n, first, full, end, rotation, ())
+        gl.warp_specialize([
+            (_consume_dv, (memory, smem, barriers, tile, call, form)),
+            (_consume, (memory, ds, ds_smem, smem, barriers, tile, call, form)),
+            (produce, (q, k, v, do, smem, barriers, tile, form)),
+        ], [4, 1], [space.REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 VARIANT = Variant(
@@ -202,7 +209,7 @@ VARIANT = Variant(
                  "q_rest": ("BLOCK_M", "REST_D"), "do_rest": ("BLOCK_M", "REST_DV"), "k_rest": ("BLOCK_N", "REST_D"),
                  "v_rest": ("BLOCK_N", "REST_DV"), "dk_rest": ("BLOCK_N", "REST_D"), "dv_rest": ("BLOCK_N", "REST_DV")},
     rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v", "do_rest": "do", "dk_rest": "dk", "dv_rest": "dv"},
-    grid=lambda problem, config, _sm_count, _early: problem.key_tiles(config["BLOCK_N"]) * problem.heads_kv,
+    grid=lambda problem, config, sm_count, _early: space.programs(problem, config, sm_count),
     constants=lambda spec, config: part_dims(spec, config),
     used=lambda spec, config: used_by(spec, part_dims(spec, config), ("D", "DV"), ("D", "DV")),
     grid_dimensions=("DQ_GROUPS", "SLICES"),

@@ -1,11 +1,9 @@
-"""Tiles of kernels/sm90/bwd_dkdv_ds.py. Nothing is searched: they are those of rows of kernels/sm90/bwd_dkdv.py, as far as
-shared memory has room for dS next to them."""
+"""Tiles of kernels/sm90/bwd_dkdv_ds.py. Nothing is searched: they are what shared memory has room for."""
 
 from fa2tune.search_spaces.lib.common import REGISTERS_HOLD_TILES, TILES_FIT
 from fa2tune.search_spaces.lib.hopper import (
     BARRIER_BYTES,
     SHARED_BYTES,
-    begins_within_sectors,
     block_dims,
     columns,
     parts_pay,
@@ -18,6 +16,9 @@ REGISTERS = 240  #: a thread of a consumer group
 #: Columns that three groups of the kernel behind it (kernels/sm90/bwd_dq_ds.py) have registers for, of 64 query rows each. Two
 #: read K more often.
 THREE_GROUPS = 192
+#: Up to so many columns a fourth stage and a second P take 2 to 7 % longer where programs take tile after tile, of more 1 to
+#: 7 % less.
+FEW_COLUMNS = 144
 MOST_SLICES = 256
 MOST_STAGES = 4
 
@@ -28,33 +29,41 @@ def fits(spec: Specialization, arch: int) -> bool:
     return able and max(block_dims(spec)) > 128
 
 
-def config_of(spec: Specialization, stages: int = 2, p_stages: int = 1, heads: int = 1) -> Config:
-    """``stages``, ``p_stages``, ``heads``: as the row of kernels/sm90/bwd_dkdv.py has them."""
+def config_of(spec: Specialization, heads: int = 1) -> Config:
+    """One tile a program. ``heads``: of a band. More stages or P gain nothing: docs/experiments/split-backward.md."""
     found = {
-        "BLOCK_M": BLOCK, "BLOCK_N": BLOCK, "STAGES": stages, "P_STAGES": p_stages, "HEADS_PER_WAVE": heads,
+        "BLOCK_M": BLOCK, "BLOCK_N": BLOCK, "STAGES": 3, "P_STAGES": 1, "HEADS_PER_WAVE": heads, "PERSISTENT": False,
         "IN_PARTS": parts_pay(spec), "SLICES": 1, "num_warps": 4,
     }  # fmt: skip
+    if shared_bytes(found, spec) > SHARED_BYTES:
+        found["STAGES"] = 2
     return {**found, "DQ_GROUPS": 3 if columns(spec, found)[0] <= THREE_GROUPS else 2}
 
 
 def of_row(problem: Problem, config: Config) -> Config:
-    """That of a call whose row of kernels/sm90/bwd_dkdv.py has this config. Of rows that are slow to load as many tiles as fit
-    are under way (docs/experiments/split-backward.md). Two groups make dQ of up to 128 rows a head."""
-    spec, stages, p_stages = problem.specialization, config["STAGES"], config["P_STAGES"]
-    found = config_of(spec, stages, p_stages, config["HEADS_PER_WAVE"])
-    while shared_bytes(found, spec) > SHARED_BYTES:
-        stages, p_stages = (stages, p_stages - 1) if p_stages > 1 else (stages - 1, p_stages)
-        found = {**found, "STAGES": stages, "P_STAGES": p_stages}
-    if begins_within_sectors(spec):
-        more = ({**found, "STAGES": count, "P_STAGES": 1} for count in range(MOST_STAGES, stages, -1))
-        found = next((one for one in more if shared_bytes(one, spec) <= SHARED_BYTES), found)
+    """That of a call whose row of kernels/sm90/bwd_dkdv.py has this config, whose band it has. Two groups make dQ of up to 128
+    rows a head."""
+    found = config_of(problem.specialization, config["HEADS_PER_WAVE"])
     return {**found, "DQ_GROUPS": 2} if problem.seqlen_q <= 2 * BLOCK else found
+
+
+def tile_after_tile(spec: Specialization, config: Config) -> Config | None:
+    """The same with programs that take tile after tile, as much under way as there is room for; None: that is too little."""
+    under_way = ((4, 2), (3, 2), (3, 1)) if columns(spec, config)[0] > FEW_COLUMNS else ((3, 1),)
+    forms = ({**config, "PERSISTENT": True, "STAGES": stages, "P_STAGES": p} for stages, p in under_way)
+    return next((one for one in forms if SPACE.broken(one, spec, 90) is None), None)
 
 
 def shared_bytes(config: Config, spec: Specialization) -> int:
     """K, V, Q and dO in their rings, P in its, and dS."""
     tiles = (1 + config["STAGES"]) * sum(columns(spec, config)) + (config["P_STAGES"] + 1) * BLOCK
     return int(2 * BLOCK * tiles) + BARRIER_BYTES
+
+
+def programs(problem: Problem, config: Config, sm_count: int) -> int:
+    """One a key tile; PERSISTENT: at most one a multiprocessor."""
+    tiles = problem.key_tiles(BLOCK) * problem.heads_kv
+    return min(tiles, sm_count) if config["PERSISTENT"] else tiles
 
 
 def ds_shape(problem: Problem) -> tuple[int, ...]:
@@ -69,6 +78,7 @@ SPACE = SearchSpace(
         "BLOCK_M": (BLOCK,),
         "BLOCK_N": (BLOCK,),
         "STAGES": tuple(range(2, MOST_STAGES + 1)),  # tiles of Q and dO under way
+        "PERSISTENT": (False, True),  # a program takes tile after tile
         "P_STAGES": (1, 2),  # tiles of P on their way from one group to the other
         "HEADS_PER_WAVE": (1, 2, 4, 8, 16, 64),
         "DQ_GROUPS": (2, 3),  # of the kernel behind it
@@ -83,6 +93,18 @@ SPACE = SearchSpace(
             *REGISTERS_HOLD_TILES,
             "three groups have 160 registers a thread, too few for a product of 256 columns",
             lambda config, spec, arch: config["DQ_GROUPS"] == 2 or columns(spec, config)[0] <= THREE_GROUPS,
+        ),
+        Constraint(
+            "same_head_dims",
+            "PERSISTENT needs the same head dim of Q and V",
+            "K shares the slots of Q, through which dV leaves, and V those of dO",
+            lambda config, spec, arch: not config["PERSISTENT"] or len(set(columns(spec, config))) == 1,
+        ),
+        Constraint(
+            "stages_ahead",
+            "PERSISTENT needs three stages or more",
+            "the last block of a tile, K and V of the next tile and its first block are there at the same time",
+            lambda config, spec, arch: not config["PERSISTENT"] or config["STAGES"] >= 3,
         ),
         Constraint(
             *TILES_FIT,

@@ -174,8 +174,9 @@ def test_drawn_calls_are_nearer_to_the_best_than_when_they_were_raced(
     assert geometric_mean(then) > before and geometric_mean(now) < most and max(now) < worst
 
 
-def test_forms_of_176_to_192_are_near_the_best_of_them() -> None:
-    """V in halves, and Q in shared memory, next to what a row has and the other forms of 128 rows."""
+def test_forms_of_176_to_192_are_near_the_best_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V in halves, and Q in shared memory, next to what a row has and the other forms of 128 rows, in the bands of then."""
+    monkeypatch.setattr(few_tiles, "OTHER_BANDS", ())
     dense_forwards = script("dense_forwards")
     record = json.loads(gzip.decompress((ROOT / "benchmarks/calls/dense_forwards_halves.json.gz").read_bytes()))
     lost, halves = [], []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -30,11 +32,10 @@ from fa2tune.spec.roles import BWD_STORED_DS
 from fa2tune.spec.score import Score
 
 H200 = gpus.named("h200")
-RECORD = json.loads((BENCHMARKS / "calls/stored_ds.json").read_text("utf-8"))["calls"]
+TILES = script("stored_tiles")
+RECORD = json.loads(gzip.decompress((BENCHMARKS / "calls/stored_tiles.json.gz").read_bytes()))["calls"]
 CALLS: dict[str, Problem] = {name: problem for name, (problem, _) in script("dense_backwards").STORED_CALLS.items()}
 LONG = CALLS["176"]
-#: What was timed: "dS in memory" by the number of groups that the race began with, "other groups" by the other one.
-FIRST, OTHER = "dS in memory", "other groups"
 
 
 @pytest.fixture(autouse=True)
@@ -60,23 +61,32 @@ def best(problem: Problem) -> tuple[float, Any]:
     return found
 
 
+def timed() -> Iterator[tuple[Problem, dict[str, float]]]:
+    """Recorded calls, but for those whose first queries see no key: public calls leave them out."""
+    for call in RECORD.values():
+        problem = script("dense_backwards").posed(call)
+        if problem.mask == FULL or problem.seqlen_q <= problem.seqlen_k:
+            yield problem, call["us"]
+
+
 def test_estimates_are_near_the_times_that_they_were_fitted_to() -> None:
-    errors = {}
-    for name, call in RECORD.items():
-        time, config = best(CALLS[name])
-        if config["SLICES"] == 1:  # slices were not timed
-            us = min(call["us"][form] for form in (FIRST, OTHER) if form in call["us"])
-            errors[name] = math.log(time / us)
-    assert len(errors) >= 12 and max(map(abs, errors.values())) < 0.1, errors
+    errors = {False: list[float](), True: list[float]()}
+    for problem, us in timed():
+        for name, config in TILES.candidates(problem, H200).items():
+            if name in us and us[name] > 60:
+                errors[config["PERSISTENT"]].append(
+                    math.log(stored_ds_schedule.stored_us(problem, config, H200) / us[name])
+                )
+    for found in errors.values():
+        assert len(found) > 80 and statistics.fmean(error * error for error in found) < 0.08**2
 
 
-@pytest.mark.parametrize("name", RECORD)
-def test_what_is_taken_was_faster_and_what_gained_a_tenth_is_taken(name: str) -> None:
-    us = RECORD[name]["us"]
-    gain = us["served"] / min(us.get(form, math.inf) for form in (FIRST, OTHER))
-    taken = whole(CALLS[name])
-    assert taken is None or gain > 1.0
-    assert gain < 1.1 or taken is not None
+def test_what_is_taken_is_near_the_fastest_that_was_timed() -> None:
+    lost = list[float]()
+    for problem, us in timed():
+        if (taken := whole(problem)) is not None and (name := TILES.named(taken.config)) in us:
+            lost.append(math.log(us[name] / min(us.values())))
+    assert len(lost) > 35 and max(lost) < 0.12 and statistics.fmean(lost) < 0.025, sorted(lost)
 
 
 def test_memory_is_bounded_by_slices() -> None:
@@ -117,7 +127,7 @@ def test_off_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_has_to_be_worth_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     time, _ = best(LONG)
-    for share, taken in ((1.04, False), (1.06, True)):
+    for share, taken in ((1.05, False), (1.08, True)):
         monkeypatch.setattr(split_backward_schedule, "predicted_us", lambda *_, share=share, **__: share * time)
         assert (whole(LONG) is not None) is taken
 
@@ -143,12 +153,45 @@ def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) ->
     assert "bwd: dS in memory: expected to be faster, but ptxas failed." in str(found)
 
 
-def test_rows_that_begin_within_a_sector_have_more_tiles_under_way() -> None:
-    """152 / 120: 2825 us with two stages, 1918 with four."""
-    for dims, stages in (((152, 120), (4, 1)), ((160, 160), (2, 2)), ((200, 200), (2, 2))):
+def test_as_many_blocks_are_under_way_as_were_timed_to_gain() -> None:
+    """A tile a program: (stages, of P); tile after tile: the same, or None where it has no room, or two head dims."""
+    for dims, one, many in (
+        ((136, 136), (3, 1), (3, 1)), ((160, 160), (3, 1), (4, 2)), ((192, 192), (3, 1), (3, 2)),
+        ((152, 120), (3, 1), None), ((200, 200), (2, 1), None),
+    ):  # fmt: skip
         problem = replace(CALLS["160, causal"], head_dim=dims[0], head_dim_v=dims[1])
         config = bwd_dkdv_ds.of_row(problem, {"STAGES": 2, "P_STAGES": 2, "HEADS_PER_WAVE": 2})
-        assert (config["STAGES"], config["P_STAGES"]) == stages
+        turns = bwd_dkdv_ds.tile_after_tile(problem.specialization, config)
+        assert (config["STAGES"], config["P_STAGES"], config["HEADS_PER_WAVE"]) == (*one, 2)
+        assert (turns and (turns["STAGES"], turns["P_STAGES"])) == many
+
+
+def test_a_program_takes_tile_after_tile_where_there_are_more_than_multiprocessors() -> None:
+    many = replace(CALLS["160, causal"], batch=1, heads_q=12, heads_kv=12, seqlen_q=192, seqlen_k=704)
+    rows = tuple(choices(many)[DKDV].of_row.config.items())
+    for keys, takes in ((704, {False}), (705, {False, True})):
+        asked = list[bool]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                stored_ds_schedule,
+                "stored_us",
+                lambda _, config, __, kept=asked: kept.append(config["PERSISTENT"]) or 1.0,
+            )
+            stored_ds_schedule._best.__wrapped__(replace(many, seqlen_k=keys), rows, H200)
+        assert {*asked} == takes
+
+
+def test_bands_even_out_what_programs_take() -> None:
+    """Under a causal mask; 2 x 38 heads of 2048: 837 us in bands of four heads, 683 in bands of 16."""
+    call = Problem("bf16", 2, 38, 38, 2048, 2048, 192, 192, CAUSAL)
+    config = bwd_dkdv_ds.tile_after_tile(call.specialization, bwd_dkdv_ds.config_of(call.specialization))
+    assert config is not None
+    times = {
+        band: stored_ds_schedule.stored_us(call, {**config, "HEADS_PER_WAVE": band}, H200) for band in (1, 4, 8, 16)
+    }
+    assert times[4] > 1.2 * times[16] and times[1] > 1.05 * times[16] and times[8] < 1.02 * times[16]
+    taken = whole(call)
+    assert taken is not None and taken.config["PERSISTENT"] and taken.config["HEADS_PER_WAVE"] >= 8
 
 
 def test_slices_count_heads_anew(monkeypatch: pytest.MonkeyPatch) -> None:

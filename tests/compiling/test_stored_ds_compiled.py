@@ -14,7 +14,7 @@ from hopper_builds import Asked, Built, builder, chosen, written_under_way
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
 from fa2tune.launching import stored_ds
-from fa2tune.search_spaces.lib.hopper import SECTOR, part_dims
+from fa2tune.search_spaces.lib.hopper import part_dims
 from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dkdv_ds
 from fa2tune.spec.mask import FULL, Mask
 from fa2tune.spec.problem import Config, Problem, Specialization
@@ -28,6 +28,7 @@ class Case(NamedTuple):
     dims: tuple[int, int]
     mask: str
     groups: int  #: of dQ's kernel
+    turns: bool = False  #: a program takes tile after tile
 
     @property
     def spec(self) -> Specialization:
@@ -35,7 +36,8 @@ class Case(NamedTuple):
 
     @property
     def config(self) -> Config:
-        return {**MAIN.space.default(self.spec, 90), "DQ_GROUPS": self.groups}
+        usual = {**MAIN.space.default(self.spec, 90), "DQ_GROUPS": self.groups}
+        return (self.turns and bwd_dkdv_ds.tile_after_tile(self.spec, usual)) or usual
 
     @property
     def kernels(self) -> list[tuple[Variant, Config]]:
@@ -56,6 +58,9 @@ CASES = [
     Case((160, 160), "full", 3),
     Case((256, 256), "causal", 2),
     Case((192, 128), "full", 2),
+    Case((192, 192), "causal", 3, True),
+    Case((160, 160), "full", 3, True),
+    Case((136, 136), "causal", 2, True),
 ]
 every = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -93,7 +98,7 @@ def test_five_products_in_both(case: Case, built: Callable[[Case], list[Built]])
     assert len(loops) == 3 and all(loop.local_bytes == 0 for loop in loops)
 
 
-def test_a_row_of_dk_and_dv_gives_it_stages_that_fit() -> None:
+def test_it_has_the_band_of_a_row_of_dk_and_dv_and_stages_that_fit() -> None:
     dkdv = registry.variant_named("sm90/bwd_dkdv")
     for dim in (136, 160, 192, 256):
         spec = Specialization("bf16", dim, dim, "full")
@@ -102,8 +107,11 @@ def test_a_row_of_dk_and_dv_gives_it_stages_that_fit() -> None:
             problem = Problem("bf16", 1, 2, 2, rows, 500, dim, dim, FULL)
             for row in legal:
                 found = bwd_dkdv_ds.of_row(problem, bwd_dkdv.fitted(spec, row))
-                assert found["DQ_GROUPS"] == groups and (found["STAGES"] <= row["STAGES"] or dim % SECTOR)
-                assert limits.before_compile(MAIN, spec, found, H200) is None
+                turns = bwd_dkdv_ds.tile_after_tile(spec, found)
+                assert found["DQ_GROUPS"] == groups and found["HEADS_PER_WAVE"] == row["HEADS_PER_WAVE"]
+                assert (turns is None) == (dim > 192) and (turns is None or turns["DQ_GROUPS"] == groups)
+                for config in filter(None, (found, turns)):
+                    assert limits.before_compile(MAIN, spec, config, H200) is None
 
 
 @pytest.mark.parametrize("mask", [Mask("full"), Mask("causal"), Mask("causal_top_left"), Mask("band", 300, 0),
@@ -122,3 +130,15 @@ def test_where_it_is_not_for() -> None:
     spec = Specialization("bf16", 256, 256, "full")
     broken = MAIN.space.broken({**MAIN.space.default(spec, 90), "DQ_GROUPS": 3}, spec, 90)
     assert broken is not None and broken.name == "registers_hold_tiles"
+
+
+@pytest.mark.parametrize(
+    ("dims", "changes", "name"),
+    [((192, 128), {}, "same_head_dims"), ((144, 144), {"STAGES": 2}, "stages_ahead"),
+     ((256, 256), {}, "tiles_fit_shared_memory")],
+)  # fmt: skip
+def test_where_no_program_takes_tile_after_tile(dims: tuple[int, int], changes: Config, name: str) -> None:
+    spec = Specialization("bf16", *dims, "full")
+    config = {**MAIN.space.default(spec, 90), "PERSISTENT": True, "STAGES": 3, **changes}
+    broken = MAIN.space.broken(config, spec, 90)
+    assert broken is not None and broken.name == name

@@ -30,6 +30,8 @@ CALLS: list[tuple[Any, ...]] = [
     ("bf16", 2, 3, 3, 721, 1949, 184, 184, FULL),
     ("fp16", 1, 4, 4, 513, 513, 192, 128, CAUSAL),
     ("bf16", 4, 2, 2, 65, 300, 136, 232, FULL),
+    ("bf16", 6, 4, 4, 170, 700, 136, 136, CAUSAL),  # more tiles than multiprocessors
+    ("fp16", 5, 8, 4, 333, 600, 192, 192, CAUSAL),
 ]
 every = pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
 

@@ -94,6 +94,25 @@ def test_gradients(gpu: StoredGpu, call: Call, changes: Config) -> None:
     compare(*gpu.backward(call, changes, through_lse=call.mask == CAUSAL))
 
 
+TILES_OF_A_PROGRAM = [
+    (Call(((70, 300),), (2, 1), (144, 144), FULL), {}),
+    (Call(((130, 700),), (2, 2), (136, 136), CAUSAL), {"P_STAGES": 2}),
+    (Call(((330, 90),), (4, 2), (144, 144), CAUSAL, batch=2), {"STAGES": 4, "HEADS_PER_WAVE": 4}),
+    (Call(((1, 200),), (3, 3), (160, 160), FULL), {}),
+    (Call(((385, 385),), (1, 1), (192, 192), CAUSAL), {}),
+]
+
+
+@pytest.mark.parametrize(("call", "changes"), TILES_OF_A_PROGRAM, ids=str)
+@pytest.mark.parametrize("programs", [1, 3, 132])
+def test_a_program_takes_tile_after_tile(
+    gpu: StoredGpu, monkeypatch: pytest.MonkeyPatch, call: Call, changes: Config, programs: int
+) -> None:
+    """Whose K and V share the slots of Q and dO."""
+    monkeypatch.setattr(launch, "sm_count", lambda _: programs)
+    compare(*gpu.backward(call, {"PERSISTENT": True, "STAGES": 3, **changes}, through_lse=call.mask == CAUSAL))
+
+
 @pytest.mark.parametrize("order", ["bhsd", "bshd"])
 @pytest.mark.parametrize(
     ("call", "slices"),

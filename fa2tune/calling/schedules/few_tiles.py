@@ -9,11 +9,11 @@ what ``benchmarks/launch_choices.py`` and ``dense_forwards.py`` recorded in benc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fa2tune.calling.schedules.tile_order import busiest, columns_of_parts, rates_of
+from fa2tune.calling.schedules.tile_order import busiest, columns_of_parts, evenly, rates_of
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.lib.hopper import SECTOR
 from fa2tune.search_spaces.sm90.fwd import NARROW, SPACE, in_v_halves, of_tiles, programs, suited, third_stage
@@ -155,6 +155,10 @@ APART_NEVER_OFFERED: tuple[TileForm, ...] = (*NEVER_OFFERED, (128, 128, 0))  #: 
 LONG_KEYS = 1024
 #: Up to this head dim exponentials take most of the time, and maxima the most of the rest: from so many keys on.
 NARROWEST, LONG_KEYS_NARROWEST = 32, 512
+#: Heads of a band that are tried under a mask in place of as many as the L2 holds, of forms that take up to BANDS_NEAR times
+#: the fastest's time. Their estimate counts so many times: raced calls that were estimated 6 % faster gained, and one of those
+#: within 6 % lost 13 % (docs/experiments/few-tiles.md).
+OTHER_BANDS, OTHER_BANDS_COST, BANDS_NEAR = (4, 22, 64), 1.06, 1.35
 #: A form must be predicted to be faster than the row's config, by the same constants, by the first share; by the others where
 #: tiles of FULL_TILE rows are more than MOST_TILES a multiprocessor, the last one where the row was tuned at the call's own
 #: head dim, one of RACED. Such a row stays where calls have more keys than FEW_KEYS and so many tiles, or more than MOST_KEYS;
@@ -313,9 +317,8 @@ def few_turns_cost(problem: Problem, config: Config, sm_count: int) -> float:
     return 1 + few * (first + wider * (columns(problem, config) / 128 - 1))
 
 
-def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None:
-    """Microseconds that a config of the Hopper forward is expected to take for a dense call; None: of its form nothing was
-    measured."""
+def _paces_of_call(problem: Problem, config: Config, sm_count: int) -> tuple[float, float, float] | None:
+    """``paces_us`` of a dense call on a GPU."""
     if not covers(problem) or (paces := paces_us(problem, config)) is None:
         return None
     launch, block, start = paces
@@ -323,6 +326,15 @@ def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None
         block *= few_turns_cost(problem, config, sm_count)
     if config["BLOCK_M"] == 64:
         block *= narrow_part_cost(problem, config, sm_count)
+    return launch, block, start
+
+
+def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None:
+    """Microseconds that a config of the Hopper forward is expected to take for a dense call; None: of its form nothing was
+    measured."""
+    if (paces := _paces_of_call(problem, config, sm_count)) is None:
+        return None
+    launch, block, start = paces
     return launch + block * busiest(problem, config, sm_count, start / block)
 
 
@@ -404,20 +416,42 @@ def norms_lose(problem: Problem, sm_count: int) -> bool:
     )
 
 
+#: Expected microseconds, config, and ``_paces_of_call``.
+_Form = tuple[float, Config, tuple[float, float, float]]
+
+
+def _in_other_bands(problem: Problem, found: Sequence[_Form], sm_count: int) -> Iterator[_Form]:
+    """Forms that may be faster than all of ``found`` in other bands of heads."""
+    if not visits.longest_last(problem.mask) or problem.seqlen_q > problem.seqlen_k:
+        return
+    heads, least = problem.batch * problem.heads_q, min((one[0] for one in found), default=0.0)
+    bands = {min(band, heads): band for band in reversed(OTHER_BANDS)}
+    for time, config, (launch, block, start) in found:
+        if time > BANDS_NEAR * least:
+            continue
+        if OTHER_BANDS_COST * (launch + block * evenly(problem, config, sm_count, start / block)) < least:
+            for band in bands.values():
+                banded = {**config, "HEADS_PER_WAVE": band}
+                expected = launch + block * busiest(problem, banded, sm_count, start / block)
+                yield OTHER_BANDS_COST * expected, banded, (launch, block, start)
+
+
 def best(problem: Problem, arch: int, sm_count: int) -> tuple[float, Config] | None:
-    """(expected microseconds, config) of the fastest of ``configs``; None: there is none."""
-    found, lose = [], norms_lose(problem, sm_count)
+    """(expected microseconds, config) of the fastest of ``configs``, in any band of heads; None: there is none."""
+    found, lose = list[_Form](), norms_lose(problem, sm_count)
     alone = is_alone(problem, sm_count)
     for config in configs(problem.specialization, arch):
         if config["RESCALE"] == "never" and (lose or suited(problem, config) != config):
             continue
         if alone and config["maxnreg"] and config["BLOCK_M"] == FULL_TILE:
             continue  # without another program fewer registers cost, by 9 to 70 % of the best in 15 calls
-        if (time := expected_us(problem, config, sm_count)) is not None:
-            found.append((time, config))
-    return min(found, key=lambda one: one[0]) if found else None
+        if (paces := _paces_of_call(problem, config, sm_count)) is not None:
+            launch, block, start = paces
+            found.append((launch + block * busiest(problem, config, sm_count, start / block), config, paces))
+    found += [*_in_other_bands(problem, found, sm_count)]
+    return min(found, key=lambda one: one[0])[:2] if found else None
 
 
 def is_offered(spec: Specialization, config: Config, arch: int) -> bool:
-    """Whether a config is one of ``configs``."""
-    return config in configs(spec, arch)
+    """Whether a config is one of ``configs``, in any band of heads."""
+    return {**config, "HEADS_PER_WAVE": 0} in configs(spec, arch)

@@ -53,6 +53,8 @@ MARGIN, ROUNDED_TWICE = 0.1, one_tile_schedule.ROUNDED_TWICE
 #: The share above head dim 128, where the strategy's kernels are the split ones. Short calls of these take 0.9 of what is
 #: estimated in the mean, and down to 0.74: by a tenth, three of 12 raced calls lost 1 to 15 %.
 SPLIT_MARGIN = 0.22
+#: The share next to dS in memory, whose estimate is nearer.
+STORED_MARGIN = 0.07
 #: Programs that there are, in turns of as many as multiprocessors hold at once.
 TURNS = (0.5, 1, 2)
 #: Calls of more queries gained 7 % at most: 390 of five heads. They are not estimated.
@@ -150,33 +152,33 @@ def asked(problem: Problem, gpu: Gpu) -> bool:
     return fused_schedule.recorded(problem.mask) and query_tiles.able(problem, gpu.arch)
 
 
-def otherwise_us(
+def otherwise(
     problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], order: str, gpu: Gpu
-) -> float | None:  # fmt: skip
-    """Microseconds of what serves without it, estimated, as ``one_tile_schedule.otherwise_us``: also by the other kernels that
-    make all of a backward."""
+) -> tuple[float, float] | None:  # fmt: skip
+    """(Microseconds of what serves without it, estimated, the share by which it must be faster), as
+    ``one_tile_schedule.otherwise_us``: also by the other kernels that make all of a backward."""
     given = problem, choices, parts, order, gpu
+    share = SPLIT_MARGIN if split_backward_schedule.covers(problem, choices) else MARGIN
     if (one := one_tile_schedule.config_of(*given)) is not None:
-        return one_tile_schedule.one_tile_us(problem, one, gpu)
+        return one_tile_schedule.one_tile_us(problem, one, gpu), share
     if (stored := stored_ds_schedule.config_of(*given)) is not None:
-        return stored_ds_schedule.stored_us(problem, stored, gpu)
-    return one_tile_schedule.otherwise_us(*given)
+        return stored_ds_schedule.stored_us(problem, stored, gpu), STORED_MARGIN
+    time = one_tile_schedule.otherwise_us(*given)
+    return None if time is None else (time, share)
 
 
 def config_of(
     problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], order: str, gpu: Gpu
 ) -> Config | None:  # fmt: skip
     """Of the kernel that makes the whole backward in place of ``choices``; None: that is not expected to be faster. ``parts``,
-    ``order``: as ``otherwise_us`` has them."""
+    ``order``: as ``otherwise`` has them."""
     if not asked(problem, gpu) or (found := best(problem, gpu)) is None:
         return None
-    if (otherwise := otherwise_us(problem, choices, parts, order, gpu)) is None:
+    if (known := otherwise(problem, choices, parts, order, gpu)) is None:
         return None
-    time, config = found
-    margin = ROUNDED_TWICE if _rounds_twice(problem, config) else MARGIN
-    if split_backward_schedule.covers(problem, choices):
-        margin = SPLIT_MARGIN
-    return config if time < (1 - margin) * otherwise else None
+    (time, config), (other, share) = found, known
+    share = max(share, ROUNDED_TWICE) if _rounds_twice(problem, config) else share
+    return config if time < (1 - share) * other else None
 
 
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
 
 from fa2tune.calling.schedules import fused_schedule, split_backward_schedule
 from fa2tune.calling.schedules.key_splits_schedule import MEASURED_ON
 from fa2tune.calling.schedules.split_backward_schedule import BLOCK, BYTES_PER_US, Tiles
+from fa2tune.calling.schedules.tile_order import in_bands
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import space_file
 from fa2tune.gpus import Gpu
@@ -21,13 +25,26 @@ from fa2tune.launching import stored_ds
 from fa2tune.launching.overlapped import DKDV, DQ
 from fa2tune.search_spaces.lib.hopper import columns
 from fa2tune.search_spaces.sm90 import bwd_dkdv
+from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem
 from fa2tune.spec.variant import Variant
 
 #: Whether any call takes it.
 STORED_DS = True
-#: Microseconds of the kernel that writes dS, of 512 columns: a block of 64 queries and 64 keys, and a tile's start and end.
-MAIN_BLOCK_US, MAIN_ENDS_US = 1.51, 6.69
+
+
+class MainPace(NamedTuple):
+    """Microseconds of the kernel that writes dS, of 512 columns."""
+
+    block: float  #: of 64 queries and 64 keys
+    masked: float  #: how many times as long one takes under a mask
+    ends: float  #: a tile's start and end
+
+
+#: Of programs that take one tile, and tile after tile. Fitted with ``benchmarks/stored_tiles.py``, 6.6 % off, root mean square.
+ONE_TILE, TILE_AFTER_TILE = MainPace(1.5, 1.08, 6.9), MainPace(1.45, 1.18, 3.87)
+#: Bands of heads, a tile of each in turn, under a mask; and without one, where all tiles are as long.
+BANDS, UNMASKED_BAND = (1, 2, 4, 8, 16, 64), 4
 #: Of the kernel behind it: 64 keys of the 64 rows of a group, for each of COLUMNS columns; and a tile's start and end, of 512.
 DQ_BLOCK_US, DQ_COLUMNS, DQ_ENDS_US = 0.158, 192, 6.44
 #: Share of the memory's bandwidth at which that kernel reads dS, at most.
@@ -36,7 +53,7 @@ DS_RATE = 0.39
 CALL_US, SLICE_US, DELTA_US = 8.6, 3.8, 1.9
 #: It must be predicted to be faster than what serves otherwise by this share; than both split kernels at a time, whose time is
 #: predicted up to 15 % too high, by the second (5 x 1 heads, 1582 queries of 7061 keys, 160: 276 us, at a time 217).
-MARGIN, AT_A_TIME_MARGIN = 0.05, 0.08
+MARGIN, AT_A_TIME_MARGIN = 0.06, 0.08
 #: Share of the GPU's memory that dS may take. Calls of more run in slices, whose kernels fill the GPU less: with half of it two
 #: sliced calls took 6 and 9 % longer, with twice as much 2 % less.
 MOST_MEMORY = 1 / 64
@@ -44,9 +61,29 @@ MOST_MEMORY = 1 / 64
 
 def _main_tiles(problem: Problem, config: Config) -> Tiles:
     block, ends = split_backward_schedule.shares(problem, config)
+    pace = TILE_AFTER_TILE if config["PERSISTENT"] else ONE_TILE
+    block *= pace.block * (1.0 if problem.mask == FULL else pace.masked)
     met = fused_schedule.blocks_met(problem.seqlen_q, problem.seqlen_k, problem.mask, BLOCK, BLOCK)
-    costs = tuple([count * problem.group * block * MAIN_BLOCK_US + ends * MAIN_ENDS_US for count in met])
+    costs = tuple([count * problem.group * block + ends * pace.ends for count in met])
     return Tiles(costs, problem.batch * problem.heads_kv, config["HEADS_PER_WAVE"])
+
+
+@lru_cache(maxsize=256)
+def _busiest_us(tiles: Tiles, programs: int) -> float:
+    """Of the program with the most work, of those that take tile after tile."""
+    if min(tiles.costs) == max(tiles.costs):
+        return -(-tiles.number // programs) * tiles.costs[0]
+    played = min(tiles.heads, max(1, fused_schedule.MOST_TILES // len(tiles.costs)))
+    work = in_bands(np.array(tiles.costs[::-1]), played, min(tiles.band, played), programs)
+    return float(work.max()) * tiles.heads / played
+
+
+def _main_us(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Of the kernel that writes dS."""
+    tiles = _main_tiles(problem, config)
+    if not config["PERSISTENT"]:
+        return split_backward_schedule.last(tiles, gpu.sm_count)
+    return _busiest_us(tiles, gpu.sm_count)
 
 
 def _dq_tiles(problem: Problem, config: Config) -> Tiles:
@@ -62,10 +99,8 @@ def _slice_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Of both kernels, one after the other; no faster than dS is read."""
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     read = rows * problem.keys_seen * ITEMSIZE[problem.dtype]
-    main, dq = (
-        split_backward_schedule.last(tiles(problem, config), gpu.sm_count) for tiles in (_main_tiles, _dq_tiles)
-    )
-    return main + max(dq, read / (gpu.hbm_gbs * 1e3 * DS_RATE))
+    dq = split_backward_schedule.last(_dq_tiles(problem, config), gpu.sm_count)
+    return _main_us(problem, config, gpu) + max(dq, read / (gpu.hbm_gbs * 1e3 * DS_RATE))
 
 
 def stored_us(problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -78,11 +113,27 @@ def stored_us(problem: Problem, config: Config, gpu: Gpu) -> float:
 
 
 def configs(problem: Problem, row: Config) -> list[Config]:
-    """With either number of groups that make dQ, three first, which read K less often. ``row``: of dK/dV's kernel."""
+    """A tile a program, and tile after tile, each with either number of groups that make dQ, three first, which read K less
+    often. ``row``: of dK/dV's kernel."""
     spec, arch = problem.specialization, MEASURED_ON[0]
     kernel = stored_ds.kernel(problem, arch)
-    found = [{**space_file(kernel.name).of_row(problem, row), "DQ_GROUPS": groups} for groups in (3, 2)]
+    file = space_file(kernel.name)
+    usual = file.of_row(problem, row)
+    forms = [usual, *filter(None, [file.tile_after_tile(spec, usual)])]
+    found = [{**one, "DQ_GROUPS": groups} for one in forms for groups in (3, 2)]
     return [one for one in found if kernel.space.broken(one, spec, arch) is None]
+
+
+def _in_best_band(problem: Problem, config: Config, gpu: Gpu) -> Config:
+    """In the band of heads in which the kernel that writes dS is expected to be the fastest, the narrowest of those."""
+    if not config["PERSISTENT"]:
+        return config
+    posed, heads = stored_ds.slices(problem, config["SLICES"])[0].of(problem), problem.batch * problem.heads_kv
+    bands = {min(band, heads): band for band in reversed(BANDS)} if problem.mask != FULL else {0: UNMASKED_BAND}
+    return min(
+        ({**config, "HEADS_PER_WAVE": bands[least]} for least in sorted(bands)),
+        key=lambda one: _main_us(posed, one, gpu),
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -92,7 +143,12 @@ def _best(problem: Problem, row: tuple[tuple[str, object], ...], gpu: Gpu) -> tu
     count = stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * MOST_MEMORY), gpu.arch)
     if not 1 <= count <= (1 if problem.score.numbered else stored_ds.most_slices(problem, gpu.arch)):
         return None
-    found = [{**config, "SLICES": count} for config in configs(problem, dict(row))]
+    many = problem.key_tiles(BLOCK) * problem.heads_kv > gpu.sm_count  # else no program has another tile
+    found = [
+        _in_best_band(problem, {**config, "SLICES": count}, gpu)
+        for config in configs(problem, dict(row))
+        if many or not config["PERSISTENT"]
+    ]
     return min(((stored_us(problem, config, gpu), config) for config in found), key=lambda one: one[0], default=None)
 
 

@@ -26,6 +26,32 @@ RATES_OF_TWO_GROUPS = (0.8, 1.0)
 MOST_TILES = 8192
 
 
+def in_turns(costs: np.ndarray, programs: int) -> np.ndarray:
+    """Work of each program [programs, or as many as there are tiles] that takes tiles of such costs in turns; every second turn
+    begins with the program that was the last."""
+    programs = min(costs.size, programs)
+    work = np.zeros((-(-costs.size // programs), programs))  # [turns, programs]
+    work.reshape(-1)[: costs.size] = costs
+    work[1::2] = work[1::2, ::-1]
+    return work.sum(0)
+
+
+def in_bands(costs: np.ndarray, heads: int, band: int, programs: int) -> np.ndarray:
+    """The same of the tiles of so many heads, of which ``costs`` are those of one, the shortest first: band after band of
+    heads, in the last one and in every second before it the longest tiles first."""
+    bands = -(-heads // band)
+    last = heads - (bands - 1) * band  # its heads
+    shorter_first, longer_first = (np.repeat(one, band) for one in (costs, costs[::-1]))
+    parts = [longer_first if (bands - nth) % 2 else shorter_first for nth in range(bands - 1)]
+    return in_turns(np.concatenate([*parts, np.repeat(costs[::-1], last)]), programs)
+
+
+def _costs(seqlen_q: int, seqlen_k: int, mask: Mask, rows: int, columns: int, start: float) -> np.ndarray:
+    """Key blocks that each tile of a head takes [tiles]."""
+    first, end = visits.key_blocks(mask, seqlen_q, seqlen_k, rows, columns)
+    return end - first + start
+
+
 @lru_cache(maxsize=4096)
 def _busiest(
     heads: int,
@@ -49,23 +75,11 @@ def _busiest(
     played = min(heads, max(1, MOST_TILES // tiles))
     if not visits.bounded(mask) and shared == 1:
         return float(-(-tiles * heads // min(tiles * heads, sm_count)) * (-(-seqlen_k // columns) + start))
-    count = tiles * played
-    programs = min(count, sm_count * shared)
-    first, end = visits.key_blocks(mask, seqlen_q, seqlen_k, rows, columns)
-    cost = end - first + start  # [tiles]
-    work = np.zeros((-(-count // programs), programs))  # [turns, programs], in the order in which tiles are given out
-    if visits.longest_last(
-        mask
-    ):  # band after band, in the last one and in every second before it the longest tiles first
-        bands = -(-played // band)
-        last = played - (bands - 1) * band  # its heads
-        shorter_first, longer_first = (np.repeat(costs, band) for costs in (cost, cost[::-1]))
-        parts = [longer_first if (bands - nth) % 2 else shorter_first for nth in range(bands - 1)]
-        work.reshape(-1)[:count] = np.concatenate([*parts, np.repeat(cost[::-1], last)])
+    cost = _costs(seqlen_q, seqlen_k, mask, rows, columns, start)
+    if visits.longest_last(mask):
+        work = in_bands(cost, played, band, sm_count * shared)
     else:
-        work.reshape(-1)[:count] = np.tile(cost, played)
-    work[1::2] = work[1::2, ::-1]  # every second turn begins with the program that was the last
-    work = work.sum(0)  # [programs]
+        work = in_turns(np.tile(cost, played), sm_count * shared)
     if shared == 1:
         return float(work.max()) * heads / played
     return _together(work, sm_count, rates) * heads / played
@@ -107,9 +121,26 @@ def busiest(problem: Problem, config: Config, sm_count: int, start: float, queri
     rows are those of several heads."""
     heads, band = problem.batch * problem.heads_q, 1
     if visits.longest_last(problem.mask):
-        wide = columns_of_parts(problem.specialization, SPACE.completed(config)["IN_PARTS"])
-        band = min(heads, config["HEADS_PER_WAVE"] or band_within_l2(problem.seqlen_k, wide))
+        band = config["HEADS_PER_WAVE"]
+        if not band:
+            wide = columns_of_parts(problem.specialization, SPACE.completed(config)["IN_PARTS"])
+            band = band_within_l2(problem.seqlen_k, wide)
+        band = min(heads, band)
     return _busiest(
         heads, problem.seqlen_q, problem.seqlen_k, problem.mask, queries or config["BLOCK_M"], config["BLOCK_N"], band,
         sm_count, rates_of(config["BLOCK_M"], config["maxnreg"]), start,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _of_head(seqlen_q: int, seqlen_k: int, mask: Mask, rows: int, columns: int, start: float) -> float:
+    return float(_costs(seqlen_q, seqlen_k, mask, rows, columns, start).sum())
+
+
+def evenly(problem: Problem, config: Config, sm_count: int, start: float) -> float:
+    """What ``busiest`` gives where all programs have as much to do: no order of tiles takes less."""
+    rows, keys = config["BLOCK_M"], config["BLOCK_N"]
+    all_of_it = (
+        problem.batch * problem.heads_q * _of_head(problem.seqlen_q, problem.seqlen_k, problem.mask, rows, keys, start)
+    )
+    return all_of_it / (sm_count * len(rates_of(rows, config["maxnreg"])))
