@@ -44,13 +44,12 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     as they have to be."""
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
     usual = bwd_dkdv_ds.of_row(problem, choices[DKDV].of_row.config)
-    most = int(gpu.hbm_bytes * stored_ds_schedule.MOST_MEMORY)
-    usual["SLICES"] = stored_ds.fewest_slices(problem, most, gpu.arch)
+    usual["SLICES"] = _slices(problem, gpu)
     band, found = usual["HEADS_PER_WAVE"], {named(usual): usual}
     spec, space = problem.specialization, stored_ds.kernel(problem, gpu.arch).space
-    turns = bwd_dkdv_ds.tile_after_tile(spec, usual) is not None
+    has_room = bwd_dkdv_ds.tile_after_tile(spec, usual) is not None
     for stages, p_stages, persistent in product((2, 3, 4), (1, 2), (False, True)):
-        if not persistent and (stages, p_stages) not in ((3, 1), (4, 1)) and turns:
+        if not persistent and (stages, p_stages) not in ((3, 1), (4, 1)) and has_room:
             continue
         bands = BANDS if persistent and problem.mask != FULL else [4] if persistent else [band]
         for heads in bands:
@@ -58,6 +57,10 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
             if space.broken(one, spec, gpu.arch) is None:
                 found[named(one)] = one
     return found
+
+
+def _slices(problem: Problem, gpu: Gpu) -> int:
+    return stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * stored_ds_schedule.MOST_MEMORY), gpu.arch)
 
 
 def named(config: Config) -> str:
@@ -70,7 +73,7 @@ def wanted(problem: Problem, gpu: Gpu) -> bool:
     if problem.head_dim != problem.head_dim_v or not stored_ds_schedule.asked(problem, gpu):
         return False
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
-    if DKDV not in choices or not stored_ds.fewest_slices(problem, int(gpu.hbm_bytes / 64), gpu.arch):
+    if DKDV not in choices or not _slices(problem, gpu):
         return False
     made = candidates(problem, gpu).values()
     return (

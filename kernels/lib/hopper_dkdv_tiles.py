@@ -1,8 +1,9 @@
 """Key tiles of kernels/sm90/bwd_dkdv_ds.py one after the other. K and V of the next tile are loaded while this one is computed,
 and its first products run while dK and dV of this one leave.
 
-Q and K share their slots of shared memory, dO and V theirs. A tile's K and V stay where they are to its end; the other slots
-are a ring, from which K and V of the next tile take one, and which gets theirs when the tile is over. Device side."""
+Q and K share their slots of shared memory, dO and V theirs. A tile's K and V stay where they are to its end. The other slots
+are a ring, from which K and V of the next tile take one, and which gets theirs when the tile is over. Each tile has a query
+block: masks have a last key, or no bounds. Device side."""
 
 from typing import NamedTuple
 
@@ -59,7 +60,7 @@ class Walk(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The slots that K and V do not have, in the order in which they are free again. Each partition keeps its own."""
+    """The STAGES slots that K and V do not have, in the order in which they are free again. Each partition keeps its own."""
 
     queue: gl.tensor  #: 4 bits a slot, the first one lowest
     phases: gl.tensor  #: a bit a slot: whether it was taken an odd number of times
@@ -97,8 +98,8 @@ class Member(NamedTuple):
     done: gl.tensor  #: blocks before its place 0, counted over all tiles
     then_at: gl.tensor  #: where those of the next head begin
     then_block: gl.tensor
-    crosses: gl.tensor  #: that is of the next tile
-    more: gl.tensor  #: which there is
+    crosses: gl.tensor  #: whether the next head is of the next tile
+    more: gl.tensor  #: whether there is a next tile
 
 
 @gluon.constexpr_function
@@ -108,7 +109,7 @@ def _in_order(stages):
 
 @gluon.jit
 def _taken(ring, freed, form):
-    """The ring without its first slot, behind whose others ``freed`` is free again."""
+    """The ring after its first slot is taken. ``freed``: the slot that goes to its end."""
     return Ring((ring.queue >> 4) | (freed << 4 * (form.STAGES - 1)), ring.phases ^ (1 << (ring.queue & 15)))
 
 
@@ -121,7 +122,7 @@ def _place(ring):
 
 @gluon.jit
 def _first(form):
-    """(slot of K and V of the first tile, slot of its first block, the ring behind both)."""
+    """(place of K and V of the first tile, place of its first block, the ring behind both)."""
     ring = Ring(gl.to_tensor(_in_order(form.STAGES)), gl.to_tensor(1))
     now = _place(ring)
     return Place(gl.to_tensor(0), gl.to_tensor(0)), now, _taken(ring, now.slot, form)
@@ -129,8 +130,8 @@ def _first(form):
 
 @gluon.jit
 def _next(ring, kept, crosses, form):
-    """(slot of K and V, slot of the block, the ring behind both) of the block that follows; ``kept``: the slot of K and V now,
-    ``crosses``: the block is of the next tile."""
+    """(place of K and V, place of the block, the ring behind both) of the block that follows. ``kept``: the place of K and V
+    now; ``crosses``: whether the block is of the next tile."""
     pinned = _place(ring)
     behind = _taken(ring, kept.slot, form)
     ring = Ring(gl.where(crosses, behind.queue, ring.queue), gl.where(crosses, behind.phases, ring.phases))
@@ -247,6 +248,7 @@ def _dv_over_queries(acc, going, left, lse, member, smem, barriers, tile, call, 
         mbarrier.arrive(barriers.q_empty.index(left.slot), count=2, pred=turn == left.turn)  # for both groups
         operand = gl.convert_layout(p.to(dtype), a_layout)
         now = going.now
+        # its phase tells apart the last two loads of the slot alone: by p_empty an older one is over
         mbarrier.wait(barriers.do_ready.index(now.slot), now.phase)
         acc_next = add_products(operand, tiles_in(smem.do, now.slot), acc)
         # S^T of the next block; the last one of all multiplies whatever lies there, a product that is not read

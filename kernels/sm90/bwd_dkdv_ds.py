@@ -165,6 +165,8 @@ def bwd_dkdv_ds_hopper_kernel(
         SCORED=SCORED, APPLY=APPLY, GRAD=GRAD,
     )  # fmt: skip
     if PERSISTENT:
+        gl.static_assert(not LEFT_BOUNDED, "a key tile may have no query block, and K and V would have no turn")
+        gl.static_assert(P_STAGES <= 2, "with more the group that makes P would reach a slot of dO before its dO")
         fence_async_shared()
         smem = Shared(None, None, q_smem, do_smem, p_smem)
         barriers = TileBarriers(q_ready, q_empty, do_ready, do_empty, p_ready, p_empty)

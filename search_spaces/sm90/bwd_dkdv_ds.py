@@ -8,6 +8,7 @@ from fa2tune.search_spaces.lib.hopper import (
     columns,
     parts_pay,
 )
+from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import Constraint, SearchSpace
 
@@ -16,8 +17,8 @@ REGISTERS = 240  #: a thread of a consumer group
 #: Columns that three groups of the kernel behind it (kernels/sm90/bwd_dq_ds.py) have registers for, of 64 query rows each. Two
 #: read K more often.
 THREE_GROUPS = 192
-#: Up to so many columns a fourth stage and a second P take 2 to 7 % longer where programs take tile after tile, of more 1 to
-#: 7 % less.
+#: Of more columns, without a mask, a fourth stage and a second P pay where programs take tile after tile: level at 168 and 184,
+#: 1 to 4 % faster in the mean at others. Up to so many they take 2 to 7 % longer.
 FEW_COLUMNS = 144
 MOST_SLICES = 256
 MOST_STAGES = 4
@@ -30,7 +31,7 @@ def fits(spec: Specialization, arch: int) -> bool:
 
 
 def config_of(spec: Specialization, heads: int = 1) -> Config:
-    """One tile a program. ``heads``: of a band. More stages or P gain nothing: docs/experiments/split-backward.md."""
+    """One tile a program. ``heads``: of a band. Mostly more stages or P gain nothing: docs/experiments/split-backward.md."""
     found = {
         "BLOCK_M": BLOCK, "BLOCK_N": BLOCK, "STAGES": 3, "P_STAGES": 1, "HEADS_PER_WAVE": heads, "PERSISTENT": False,
         "IN_PARTS": parts_pay(spec), "SLICES": 1, "num_warps": 4,
@@ -48,8 +49,9 @@ def of_row(problem: Problem, config: Config) -> Config:
 
 
 def tile_after_tile(spec: Specialization, config: Config) -> Config | None:
-    """The same with programs that take tile after tile, as much under way as there is room for; None: that is too little."""
-    under_way = ((4, 2), (3, 2), (3, 1)) if columns(spec, config)[0] > FEW_COLUMNS else ((3, 1),)
+    """The same with programs that take tile after tile; None: there is no room for that."""
+    more = spec.mask == FULL.name and columns(spec, config)[0] > FEW_COLUMNS
+    under_way = ((4, 2), (3, 2), (3, 1)) if more else ((3, 1),)
     forms = ({**config, "PERSISTENT": True, "STAGES": stages, "P_STAGES": p} for stages, p in under_way)
     return next((one for one in forms if SPACE.broken(one, spec, 90) is None), None)
 

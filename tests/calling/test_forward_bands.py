@@ -27,7 +27,7 @@ def test_they_serve_where_they_gained() -> None:
     assert len(shares) > 6 and geometric_mean(shares) < 0.93 and max(shares) < 1.03, shares
 
 
-def formed(asked: Problem) -> list[few_tiles._Form]:
+def formed(asked: Problem) -> list[few_tiles._TimedForm]:
     """All forms in their usual band."""
     found = []
     for config in few_tiles.configs(asked.specialization, 90):

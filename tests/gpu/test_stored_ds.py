@@ -32,6 +32,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("bf16", 4, 2, 2, 65, 300, 136, 232, FULL),
     ("bf16", 6, 4, 4, 170, 700, 136, 136, CAUSAL),  # more tiles than multiprocessors
     ("fp16", 5, 8, 4, 333, 600, 192, 192, CAUSAL),
+    ("bf16", 9, 8, 4, 333, 600, 160, 160, FULL),
 ]
 every = pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
 

@@ -17,6 +17,7 @@ from test_grouped_in_python import within_nan
 from fa2tune.launching import launch, passes, stored_ds
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.score import Score
 
 
 class StoredGpu(PythonGpu):
@@ -100,6 +101,9 @@ TILES_OF_A_PROGRAM = [
     (Call(((330, 90),), (4, 2), (144, 144), CAUSAL, batch=2), {"STAGES": 4, "HEADS_PER_WAVE": 4}),
     (Call(((1, 200),), (3, 3), (160, 160), FULL), {}),
     (Call(((385, 385),), (1, 1), (192, 192), CAUSAL), {}),
+    (Call(((200, 450),), (4, 2), (160, 160), CAUSAL), {"STAGES": 4, "P_STAGES": 2, "HEADS_PER_WAVE": 2}),
+    (Call(((130, 200),), (2, 2), (144, 144), CAUSAL, score=Score("softcap", 5.0)), {}),
+    (Call(((100, 150),), (2, 2), (144, 144), FULL, batch=3), {"SLICES": 2, "P_STAGES": 2}),
 ]
 
 

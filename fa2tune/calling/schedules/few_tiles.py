@@ -156,8 +156,8 @@ LONG_KEYS = 1024
 #: Up to this head dim exponentials take most of the time, and maxima the most of the rest: from so many keys on.
 NARROWEST, LONG_KEYS_NARROWEST = 32, 512
 #: Heads of a band that are tried under a mask in place of as many as the L2 holds, of forms that take up to BANDS_NEAR times
-#: the fastest's time. Their estimate counts so many times: raced calls that were estimated 6 % faster gained, and one of those
-#: within 6 % lost 13 % (docs/experiments/few-tiles.md).
+#: the fastest's time. Their estimate counts so many times: of the raced calls that are taken then none lost, and one of those
+#: with less to gain lost 13 % (docs/experiments/few-tiles.md).
 OTHER_BANDS, OTHER_BANDS_COST, BANDS_NEAR = (4, 22, 64), 1.06, 1.35
 #: A form must be predicted to be faster than the row's config, by the same constants, by the first share; by the others where
 #: tiles of FULL_TILE rows are more than MOST_TILES a multiprocessor, the last one where the row was tuned at the call's own
@@ -417,10 +417,10 @@ def norms_lose(problem: Problem, sm_count: int) -> bool:
 
 
 #: Expected microseconds, config, and ``_paces_of_call``.
-_Form = tuple[float, Config, tuple[float, float, float]]
+_TimedForm = tuple[float, Config, tuple[float, float, float]]
 
 
-def _in_other_bands(problem: Problem, found: Sequence[_Form], sm_count: int) -> Iterator[_Form]:
+def _in_other_bands(problem: Problem, found: Sequence[_TimedForm], sm_count: int) -> Iterator[_TimedForm]:
     """Forms that may be faster than all of ``found`` in other bands of heads."""
     if not visits.longest_last(problem.mask) or problem.seqlen_q > problem.seqlen_k:
         return
@@ -438,7 +438,7 @@ def _in_other_bands(problem: Problem, found: Sequence[_Form], sm_count: int) -> 
 
 def best(problem: Problem, arch: int, sm_count: int) -> tuple[float, Config] | None:
     """(expected microseconds, config) of the fastest of ``configs``, in any band of heads; None: there is none."""
-    found, lose = list[_Form](), norms_lose(problem, sm_count)
+    found, lose = list[_TimedForm](), norms_lose(problem, sm_count)
     alone = is_alone(problem, sm_count)
     for config in configs(problem.specialization, arch):
         if config["RESCALE"] == "never" and (lose or suited(problem, config) != config):

@@ -192,8 +192,9 @@ def _fastest(found: Iterable[tuple[float, Row, Config]]) -> tuple[float, Row, Co
 
 
 def is_for_few_tiles(problem: Problem, config: Config, row: Row) -> bool:
-    """Whether a config that ``best`` gives is one of ``few_tiles.configs`` and not the row's, or the row's with maxima."""
-    own = suited(problem, row.config)
+    """Whether a config that ``best`` gives is one of ``few_tiles.configs`` and not the row's in some band, or the row's with
+    maxima."""
+    own = {**suited(problem, row.config), "HEADS_PER_WAVE": config["HEADS_PER_WAVE"]}
     offered = few_tiles.is_offered(problem.specialization, config, row.key.arch)
     return config != own and (offered or config["RESCALE"] != own["RESCALE"])
 

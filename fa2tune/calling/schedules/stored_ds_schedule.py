@@ -1,9 +1,10 @@
 """Whether a backward of head dims above 128 goes through dS in memory, with which form of dQ's kernel, and in how many slices:
 arithmetic on the host, no GPU.
 
-Both kernels of ``launching/stored_ds.py`` take five products where the split ones take seven, and write and read dS. Their
-tiles are given out as ``split_backward_schedule`` has it, one kernel after the other. Constants are fitted to times of 15 calls
-on an H200 (docs/experiments/split-backward.md)."""
+Both kernels of ``launching/stored_ds.py`` take five products where the split ones take seven, and write and read dS, one kernel
+after the other. Tiles are given out as ``split_backward_schedule`` has it; to programs that take tile after tile as
+``tile_order`` has it. Constants are fitted to times of an H200, those of dQ's kernel to fewer of them
+(docs/experiments/split-backward.md)."""
 
 from __future__ import annotations
 
@@ -124,15 +125,16 @@ def configs(problem: Problem, row: Config) -> list[Config]:
     return [one for one in found if kernel.space.broken(one, spec, arch) is None]
 
 
-def _in_best_band(problem: Problem, config: Config, gpu: Gpu) -> Config:
-    """In the band of heads in which the kernel that writes dS is expected to be the fastest, the narrowest of those."""
+def _in_best_band(part: Problem, config: Config, gpu: Gpu) -> Config:
+    """In the band of heads in which the kernel that writes dS is expected to be the fastest, the narrowest of those. ``part``:
+    the largest slice of the call."""
     if not config["PERSISTENT"]:
         return config
-    posed, heads = stored_ds.slices(problem, config["SLICES"])[0].of(problem), problem.batch * problem.heads_kv
-    bands = {min(band, heads): band for band in reversed(BANDS)} if problem.mask != FULL else {0: UNMASKED_BAND}
+    heads = part.batch * part.heads_kv
+    bands = {min(band, heads): band for band in reversed(BANDS)} if part.mask != FULL else {0: UNMASKED_BAND}
     return min(
         ({**config, "HEADS_PER_WAVE": bands[least]} for least in sorted(bands)),
-        key=lambda one: _main_us(posed, one, gpu),
+        key=lambda one: _main_us(part, one, gpu),
     )
 
 
@@ -143,9 +145,10 @@ def _best(problem: Problem, row: tuple[tuple[str, object], ...], gpu: Gpu) -> tu
     count = stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * MOST_MEMORY), gpu.arch)
     if not 1 <= count <= (1 if problem.score.numbered else stored_ds.most_slices(problem, gpu.arch)):
         return None
-    many = problem.key_tiles(BLOCK) * problem.heads_kv > gpu.sm_count  # else no program has another tile
+    part = stored_ds.slices(problem, count)[0].of(problem)
+    many = part.key_tiles(BLOCK) * part.heads_kv > gpu.sm_count  # else no program has another tile
     found = [
-        _in_best_band(problem, {**config, "SLICES": count}, gpu)
+        _in_best_band(part, {**config, "SLICES": count}, gpu)
         for config in configs(problem, dict(row))
         if many or not config["PERSISTENT"]
     ]
