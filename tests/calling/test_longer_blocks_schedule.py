@@ -73,6 +73,21 @@ def test_the_calls_that_take_them_gained() -> None:
     assert len(served) == 13 and geometric_mean(served) < 0.975 and max(served) < 1.03
 
 
+def test_keys_that_are_one_block_take_it_where_tiles_are_few() -> None:
+    record = json.loads(gzip.decompress((ROOT / "benchmarks/calls/forward_one_block.json.gz").read_bytes()))
+    gained, lost = {}, []
+    for call in record["calls"].values():
+        asked, us = described(call["call"]), call["us"]
+        usual = min(time for name, time in us.items() if name.startswith("128 64 1 "))
+        if config := longer_blocks_schedule.config_of(asked, H200):
+            assert config["PINGPONG"] and runs(asked)
+            gained[asked.batch, asked.seqlen_k] = us["80 keys in turn"] / usual
+        else:
+            lost.append(us["80 keys in turn"] / usual)
+    assert set(gained) == {(59, 66), (20, 80)} and max(gained.values()) < 0.91
+    assert len(lost) == 6 and min(lost) > 1.0
+
+
 def test_keys_in_parts_come_first() -> None:
     """Of few tiles they were 1.3 to 7.7 times as fast."""
     others = [problem for problem, _, _ in raced() if chosen(problem) and not runs(problem)]

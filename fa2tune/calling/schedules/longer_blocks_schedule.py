@@ -23,6 +23,9 @@ PACE_OF_64, START_US = 0.965, 3.5
 #: 0.91 to 1.03 of the time, 0.970 in the mean of 15 raced calls. In others both were level, at 256 blocks of 64 keys
 #: were faster. Query heads that are taken as one (``merging``) are no group: such a call was level.
 DIMS, LEAST_KEYS, MOST_GROUP = (192, 248), 1900, 3
+#: Of such head dims also calls whose keys are one block, or two of 64 keys, where multiprocessors have up to so many tiles. In
+#: turn two of two raced calls took 0.90 of the time, two of many tiles 1.02 and 1.03 (forward_one_block.json.gz).
+ONE_BLOCK, MOST_TILES_OF_ONE = (64, 80), 2
 #: Versions of Triton that compile the kernel (kernels/lib/hopper_units.py).
 COMPILED_BY = "3.6."
 #: It must be predicted to be faster by this share.
@@ -36,16 +39,25 @@ def _computes(problem: Problem) -> bool:
     return all(above < dim <= up_to for dim in dims) and (not version or version.startswith(COMPILED_BY))
 
 
+def _is_one_block(problem: Problem, gpu: Gpu) -> bool:
+    """Whether keys are one block where they would be two, and tiles are few."""
+    above, up_to = ONE_BLOCK
+    tiles = problem.query_tiles(few_tiles.FULL_TILE) * problem.heads_q
+    return above < problem.seqlen_k <= up_to and tiles <= MOST_TILES_OF_ONE * gpu.sm_count
+
+
 @lru_cache(maxsize=1024)
 def config_of(problem: Problem, gpu: Gpu) -> Config | None:
     """The config of such a forward; None: it is not expected to be faster than blocks of 64 keys, or there is none."""
-    if gpu.arch not in key_splits_schedule.MEASURED_ON or problem.is_empty or problem.seqlen_k < LEAST_KEYS:
+    if gpu.arch not in key_splits_schedule.MEASURED_ON or problem.is_empty:
+        return None
+    if problem.seqlen_k < LEAST_KEYS and not _is_one_block(problem, gpu):
         return None
     if problem.group > MOST_GROUP:
         return None
     if not _computes(problem) or (space := space_of(problem, gpu.arch, FWD_80_KEYS)) is None:
         return None
-    config: Config = space.config_of(problem.specialization)
+    config: Config = {**space.config_of(problem.specialization), "PINGPONG": problem.seqlen_k < LEAST_KEYS}
     return config if share(problem, config, gpu) < 1 - MARGIN else None
 
 
@@ -65,4 +77,5 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
     space = space_of(problem, arch, FWD_80_KEYS)
     if space is None or not _computes(problem):
         return []
-    return kernels(problem, space.config_of(problem.specialization), arch)
+    forms = ({**space.config_of(problem.specialization), "PINGPONG": turns} for turns in (False, True))
+    return [one for config in forms for one in kernels(problem, config, arch)]
