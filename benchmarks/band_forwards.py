@@ -13,16 +13,13 @@ that, and in band 0.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 import dense_forwards
 import few_tiles_fit
-import side_by_side
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
@@ -89,20 +86,12 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
-@click.option("--drawn", "seeds", multiple=True, help="Calls drawn by this seed.")
-@click.option("--call", "texts", multiple=True, help="A call.")
-@side_by_side.timing_options
-def main(seeds: tuple[str, ...], texts: tuple[str, ...], share: slice, seconds: float, out: Path | None,
-         shown: Path | None) -> None:  # fmt: skip
-    if shown is not None:
-        click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
-        return
-    gpu = gpus.named("h200")
-    record = side_by_side.begun(out, {"environment": side_by_side.environment()})
-    asked = dense_forwards.named(texts)
-    asked |= {name: one for name, one in dense_forwards.drawn(seeds).items() if wanted(one[0], gpu)}
-    one = partial(dense_forwards.compared, configs=lambda ours: candidates(ours, dispatch.gpu_of(0)))
-    side_by_side.fill(record, dict(list(asked.items())[share]), one, seconds, out, line)
+@dense_forwards.drawn_options
+def main(**given: Any) -> None:
+    def measure(problem: Problem) -> dict[str, Any]:
+        return dense_forwards.compared((problem, {}), lambda ours: candidates(ours, dispatch.gpu_of(0)))
+
+    dense_forwards.time_drawn(partial(wanted, gpu=gpus.named("h200")), measure, line, **given)
 
 
 if __name__ == "__main__":

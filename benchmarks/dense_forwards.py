@@ -345,6 +345,29 @@ def compared(
     return {"call": workloads.described(problem), "us": times, "wrong": wrong, "when drawn": us}
 
 
+def drawn_options(command: Callable[..., None]) -> Callable[..., None]:
+    """--drawn and --call of a script that times drawn calls, and ``side_by_side.timing_options``."""
+    command = click.option("--call", "texts", multiple=True, help='This call: "1 16 16 4096 4096 192 128 causal".')(
+        side_by_side.timing_options(command)
+    )
+    return click.option("--drawn", "seeds", multiple=True, help="Calls drawn by this seed.")(command)
+
+
+def time_drawn(
+    wanted: Callable[[Problem], bool], measure: Callable[[Problem], dict[str, Any]],
+    line: Callable[[str, Mapping[str, Any]], str],
+    seeds: tuple[str, ...], texts: tuple[str, ...], share: slice, seconds: float, out: Path | None, shown: Path | None,
+) -> None:  # fmt: skip
+    """Times drawn calls, those that are wanted, and those of --call; or prints a file. By the options of ``drawn_options``."""
+    if shown is not None:
+        click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
+        return
+    record = side_by_side.begun(out, {"environment": side_by_side.environment()})
+    asked = {name: problem for name, (problem, _) in named(texts).items()}
+    asked |= {name: problem for name, (problem, _) in drawn(seeds).items() if wanted(problem)}
+    side_by_side.fill(record, side_by_side.in_share(asked, share), measure, seconds, out, line)
+
+
 def line(name: str, call: Mapping[str, Any]) -> str:
     ordered = sorted((us, which) for which, us in call["us"].items() if which != "served")
     best = "; ".join(f"{which}: {us}" for us, which in ordered[:SHOWN])

@@ -15,16 +15,13 @@ interleaved; the file holds medians of seven bursts in microseconds a call. Need
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import click
 import dense_forwards
-import side_by_side
 import torch
 import workloads
 from dense_backwards import SHAPE, posed
@@ -126,18 +123,9 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
-@click.option("--drawn", "seeds", multiple=True, help="Calls drawn by this seed.")
-@click.option("--call", "texts", multiple=True, help="A call.")
-@side_by_side.timing_options
-def main(seeds: tuple[str, ...], texts: tuple[str, ...], share: slice, seconds: float, out: Path | None,
-         shown: Path | None) -> None:  # fmt: skip
-    if shown is not None:
-        click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
-        return
-    record = side_by_side.begun(out, {"environment": side_by_side.environment()})
-    drawn = {name: one for name, (one, _) in dense_forwards.drawn(seeds).items() if wanted(one, 90)}
-    asked = drawn | {name: one for name, (one, _) in dense_forwards.named(texts).items()}
-    side_by_side.fill(record, dict(list(asked.items())[share]), partial(recorded, plans=plans), seconds, out, line)
+@dense_forwards.drawn_options
+def main(**given: Any) -> None:
+    dense_forwards.time_drawn(partial(wanted, arch=90), partial(recorded, plans=plans), line, **given)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,14 @@ by the estimate. --call: as benchmarks/query_tiles.py has it, whose measuring th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import click
 import dense_forwards
 import query_tiles
-import side_by_side
 import workloads
 from dense_backwards import posed
 
@@ -104,20 +101,10 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
-@click.option("--drawn", "seeds", multiple=True, help="Calls drawn by this seed.")
-@click.option("--call", "texts", multiple=True, help="A call.")
-@side_by_side.timing_options
-def main(seeds: tuple[str, ...], texts: tuple[str, ...], share: slice, seconds: float, out: Path | None,
-         shown: Path | None) -> None:  # fmt: skip
-    if shown is not None:
-        click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
-        return
-    gpu = gpus.named("h200")
-    record = side_by_side.begun(out, {"environment": side_by_side.environment()})
-    asked = {name: one for name, (one, _) in dense_forwards.named(texts).items()}
-    asked |= {name: one for name, (one, _) in dense_forwards.drawn(seeds).items() if wanted(one, gpu)}
+@dense_forwards.drawn_options
+def main(**given: Any) -> None:
     measure = partial(query_tiles.recorded, plans=plans)
-    side_by_side.fill(record, dict(list(asked.items())[share]), measure, seconds, out, line)
+    dense_forwards.time_drawn(partial(wanted, gpu=gpus.named("h200")), measure, line, **given)
 
 
 if __name__ == "__main__":
