@@ -97,7 +97,7 @@ class Member(NamedTuple):
     at: gl.tensor  #: where its lse and delta begin
     done: gl.tensor  #: blocks before its place 0, counted over all tiles
     then_at: gl.tensor  #: where those of the next head begin
-    then_block: gl.tensor
+    then_block: gl.tensor  #: its first
     crosses: gl.tensor  #: whether the next head is of the next tile
     more: gl.tensor  #: whether there is a next tile
 
@@ -225,6 +225,21 @@ def _following(going, j, values, other: gl.constexpr, member, tile, call, form):
 
 
 @gluon.jit
+def _started(values, other: gl.constexpr, own, ready, empty, walk, call, QUERY_BLOCKS: gl.constexpr, form):
+    """What the first block of all begins with. values: lse or delta; own, ready, empty: of Q and K, or of dO and V."""
+    kept, now, ring = _first(form)
+    tile = _tile(0, walk, call, QUERY_BLOCKS, form)
+    terms = _values(values + _begin(tile, call.seqlen_q), tile.first, call.seqlen_q, other, form)
+    mbarrier.wait(ready.index(kept.slot), 0)
+    mbarrier.wait(ready.index(now.slot), 0)
+    zero = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, product_layout(form.BLOCK_M))
+    product = product_of_rows(tiles_in(own, kept.slot), tiles_in(own, now.slot), zero)
+    product = warpgroup_mma_wait(0, deps=[product])
+    mbarrier.arrive(empty.index(now.slot), count=1)
+    return Going(product, terms, kept, now, ring)
+
+
+@gluon.jit
 def _dv_over_queries(acc, going, left, lse, member, smem, barriers, tile, call, MASK: gl.constexpr, form):
     """Query blocks of one head into dV: with MASK those under the mask, else those that see every key."""
     dtype: gl.constexpr = smem.q[0].dtype
@@ -266,18 +281,10 @@ def _dv_over_queries(acc, going, left, lse, member, smem, barriers, tile, call, 
 @gluon.jit
 def consume_dv(memory, smem, barriers, walk, call, QUERY_BLOCKS: gl.constexpr, form):
     """Four warps: S^T = K Q^T, P^T, and dV += P^T dO. This group alone reads K: dV leaves through its slot."""
-    s_layout: gl.constexpr = product_layout(form.BLOCK_M)
-    zero = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, s_layout)
-    seqlen_q = call.seqlen_q
     rounds = _rounds(walk)
-    kept, now, ring = _first(form)
-    begun = _tile(0, walk, call, QUERY_BLOCKS, form)
-    values = _values(memory.lse + _begin(begun, seqlen_q), begun.first, seqlen_q, float("inf"), form)
-    mbarrier.wait(barriers.q_ready.index(kept.slot), 0)
-    mbarrier.wait(barriers.q_ready.index(now.slot), 0)
-    s_next = product_of_rows(tiles_in(smem.q, kept.slot), tiles_in(smem.q, now.slot), zero)
-    going = Going(warpgroup_mma_wait(0, deps=[s_next]), values, kept, now, ring)
-    mbarrier.arrive(barriers.q_empty.index(now.slot), count=1)
+    going = _started(
+        memory.lse, float("inf"), smem.q, barriers.q_ready, barriers.q_empty, walk, call, QUERY_BLOCKS, form
+    )  # fmt: skip
     done = 0
     left = Left(gl.to_tensor(0), gl.to_tensor(-1))
     for nth in range(rounds):
@@ -286,7 +293,7 @@ def consume_dv(memory, smem, barriers, walk, call, QUERY_BLOCKS: gl.constexpr, f
         own = going.kept.slot
         acc = zeros_for(smem.do, form.BLOCK_N)
         for g in range(tile.group):  # every query head that reads this key head
-            member = _member(g, done, nth, rounds, tile, after, seqlen_q)
+            member = _member(g, done, nth, rounds, tile, after, call.seqlen_q)
             acc, going = _dv_over_queries(
                 acc, going, left, memory.lse, member, smem, barriers, tile, call, True, form
             )  # fmt: skip
@@ -343,18 +350,10 @@ def _dk_over_queries(acc, going, left, delta, ds, ds_smem, member, smem, barrier
 def consume_dk(memory, ds, ds_smem, smem, barriers, walk, call, QUERY_BLOCKS: gl.constexpr, form):
     """Four warps: dP^T = V dO^T, dS^T = P^T (dP^T - delta), which goes to memory, and dK += dS^T Q. This group alone reads
     V: dK leaves through its slot."""
-    s_layout: gl.constexpr = product_layout(form.BLOCK_M)
-    zero = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, s_layout)
-    seqlen_q = call.seqlen_q
     rounds = _rounds(walk)
-    kept, now, ring = _first(form)
-    begun = _tile(0, walk, call, QUERY_BLOCKS, form)
-    values = _values(memory.delta + _begin(begun, seqlen_q), begun.first, seqlen_q, 0.0, form)
-    mbarrier.wait(barriers.do_ready.index(kept.slot), 0)
-    mbarrier.wait(barriers.do_ready.index(now.slot), 0)
-    dp_next = product_of_rows(tiles_in(smem.do, kept.slot), tiles_in(smem.do, now.slot), zero)
-    going = Going(warpgroup_mma_wait(0, deps=[dp_next]), values, kept, now, ring)
-    mbarrier.arrive(barriers.do_empty.index(now.slot), count=1)
+    going = _started(
+        memory.delta, 0.0, smem.do, barriers.do_ready, barriers.do_empty, walk, call, QUERY_BLOCKS, form
+    )  # fmt: skip
     done = 0
     left = Left(gl.to_tensor(0), gl.to_tensor(-1))
     for nth in range(rounds):
@@ -363,7 +362,7 @@ def consume_dk(memory, ds, ds_smem, smem, barriers, walk, call, QUERY_BLOCKS: gl
         own = going.kept.slot
         acc = zeros_for(smem.q, form.BLOCK_N)
         for g in range(tile.group):
-            member = _member(g, done, nth, rounds, tile, after, seqlen_q)
+            member = _member(g, done, nth, rounds, tile, after, call.seqlen_q)
             acc, going = _dk_over_queries(
                 acc, going, left, memory.delta, ds, ds_smem, member, smem, barriers, tile, call, form
             )  # fmt: skip

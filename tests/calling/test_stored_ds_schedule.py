@@ -33,6 +33,10 @@ from fa2tune.spec.score import Score
 
 H200 = gpus.named("h200")
 TILES = script("stored_tiles")
+#: Of the first form, a tile a program with a row's stages, next to split kernels: "dS in memory" by the number of groups that
+#: the race began with, "other groups" by the other one.
+FIRST_RECORD = json.loads((BENCHMARKS / "calls/stored_ds.json").read_text("utf-8"))["calls"]
+FIRST, OTHER = "dS in memory", "other groups"
 RECORD = json.loads(gzip.decompress((BENCHMARKS / "calls/stored_tiles.json.gz").read_bytes()))["calls"]
 CALLS: dict[str, Problem] = {name: problem for name, (problem, _) in script("dense_backwards").STORED_CALLS.items()}
 LONG = CALLS["176"]
@@ -79,6 +83,15 @@ def test_estimates_are_near_the_times_that_they_were_fitted_to() -> None:
                 )
     for found in errors.values():
         assert len(found) > 80 and statistics.fmean(error * error for error in found) < 0.08**2
+
+
+@pytest.mark.parametrize("name", FIRST_RECORD)
+def test_what_is_taken_was_faster_and_what_gained_a_tenth_is_taken(name: str) -> None:
+    us = FIRST_RECORD[name]["us"]
+    gain = us["served"] / min(us.get(form, math.inf) for form in (FIRST, OTHER))
+    taken = whole(CALLS[name])
+    assert taken is None or taken.config["PERSISTENT"] or gain > 1.0  # tile after tile is not in that record
+    assert gain < 1.1 or taken is not None
 
 
 def test_what_is_taken_is_near_the_fastest_that_was_timed() -> None:
@@ -140,7 +153,7 @@ def test_off_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_has_to_be_worth_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     time, _ = best(LONG)
-    for share, taken in ((1.05, False), (1.08, True)):
+    for share, taken in ((1.06, False), (1.07, True)):
         monkeypatch.setattr(split_backward_schedule, "predicted_us", lambda *_, share=share, **__: share * time)
         assert (whole(LONG) is not None) is taken
 
