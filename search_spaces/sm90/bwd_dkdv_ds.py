@@ -49,7 +49,7 @@ def of_row(problem: Problem, config: Config) -> Config:
 
 def tile_after_tile(spec: Specialization, config: Config) -> Config | None:
     """The same with programs that take tile after tile; None: there is no room for that."""
-    more = spec.mask == "full" and columns(spec, config)[0] > FEW_COLUMNS
+    more = not spec.mask_hooks.masked and columns(spec, config)[0] > FEW_COLUMNS
     under_way = ((4, 2), (3, 2), (3, 1)) if more else ((3, 1),)
     forms = ({**config, "PERSISTENT": True, "STAGES": stages, "P_STAGES": p} for stages, p in under_way)
     return next((one for one in forms if SPACE.broken(one, spec, 90) is None), None)
