@@ -136,13 +136,15 @@ def whole(
 
 
 def without(
-    problem: Problem, strategy: str, choices: Mapping[str, Choice], divided: Division, softmax_scale: float
+    problem: Problem, strategy: str, choices: Mapping[str, Choice], divided: Division, softmax_scale: float, lead: int
 ) -> Callable[..., BackwardPlan]:
     """As ``StoredDsPlan`` has it. Holds no tensors."""
 
     def planned(*tensors: Any) -> BackwardPlan:
         do, dlse, q, k, v, o = tensors
-        return BackwardPlan(problem, do, dlse, q, k, v, o, softmax_scale, strategy, choices, divided.groups)
+        return BackwardPlan(
+            problem, do, dlse, q, k, v, o, softmax_scale, strategy, choices, divided.groups, lead=lead
+        )  # fmt: skip
 
     return planned
 
@@ -165,7 +167,9 @@ def backward_plan(
         try:
             made = found.kind.plan(problem, **given, config=found.config)
             if isinstance(made, StoredDsPlan):
-                made.without = without(problem, strategy, choices, divided, given["softmax_scale"])
+                made.without = without(
+                    problem, strategy, choices, divided, given["softmax_scale"], given.get("lead", 0)
+                )  # fmt: skip
             return made
         except Exception as error:
             if not cannot_be_had(error):

@@ -277,9 +277,10 @@ def forward_key(
 
 def forward_plan(
     key: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, softmax_scale: float,
-    score: Score, extent: Extent = WHOLE,
+    score: Score, extent: Extent = WHOLE, lead: int = 0,
 ) -> Any:  # fmt: skip
-    """Make and remember the plan of a forward; q, k, v are (batch, heads, seqlen, dim), of a ragged extent batch is 1."""
+    """Make and remember the plan of a forward; q, k, v are (batch, heads, seqlen, dim), of a ragged extent batch is 1.
+    ``lead``: as ``passes.ForwardPlan`` has it."""
     problem = passes.describe(q, k, v, mask, softmax_scale, score, extent)
     plan: Any
     if problem.is_empty:
@@ -288,7 +289,7 @@ def forward_plan(
         return plan
     gpu, given, names = gpu_of(q.get_device()), {"q": q, "k": k, "v": v}, tuple[str, ...]()
     if rows := unseen.filled_in(problem, gpu, "fwd"):
-        others = partial(forward, mask=mask, softmax_scale=softmax_scale, score=score)
+        others = partial(forward, mask=mask, softmax_scale=softmax_scale, score=score, lead=rows)
         plan = unseen.Forward(problem, rows, softmax_scale, others)
         _remember(FORWARD_PLANS, key, plan)
         return plan
@@ -306,10 +307,11 @@ def forward_plan(
 
         def make(choices: Mapping[str, Choice], may_split: bool = True) -> Any:
             plan = forward_plans.forward_plan(
-                chooser.problem, seen, k, v, softmax_scale, choices["fwd"], gpu, may_split
-            )
+                chooser.problem, seen, k, v, softmax_scale, choices["fwd"], gpu, may_split,
+                lead * problem.group if order else lead,
+            )  # fmt: skip
             if order:
-                merging.giving_forward(plan, problem, q, order)
+                merging.giving_forward(plan, problem, q, order, lead)
             return copies.copying(plan, tuple(given), dict.fromkeys(names, copies.copied))
 
         first = {"fwd": chooser.choose("fwd")}
@@ -327,22 +329,23 @@ def forward_plan(
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, softmax_scale: float, score: Score
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, softmax_scale: float, score: Score, lead: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of (batch, heads, seqlen, dim) tensors that have been checked; lse of ``passes.lse_shape``."""
-    key = forward_key(q, k, v, False, softmax_scale, "bhsd", None, mask, None, score)
-    plan = FORWARD_PLANS.get(key) or forward_plan(key, q, k, v, mask, softmax_scale, score)
+    """(o, lse) of (batch, heads, seqlen, dim) tensors that have been checked; lse of ``passes.lse_shape``. ``lead``: of o, as
+    ``passes.ForwardPlan`` has it, for calls with a key."""
+    key = (*forward_key(q, k, v, False, softmax_scale, "bhsd", None, mask, None, score), lead)
+    plan = FORWARD_PLANS.get(key) or forward_plan(key, q, k, v, mask, softmax_scale, score, lead=lead)
     return plan(q, k, v)
 
 
 def backward(
     do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     o: torch.Tensor, lse: torch.Tensor, mask: Mask, softmax_scale: float, deterministic: bool, score: Score,
-    extent: Extent = WHOLE, offsets: tuple[torch.Tensor, ...] = (),
+    extent: Extent = WHOLE, offsets: tuple[torch.Tensor, ...] = (), lead: int = 0,
 ) -> Tensors3:  # fmt: skip
     """(dq, dk, dv). do has o's shape, dlse lse's, either may be None, and their strides are free. ``offsets``: cu_seqlens_q,
     cu_seqlens_k and, if it is scheduled, the order of tiles, if the extent is ragged; then do, q, k, v and o may be (total,
-    heads, dim)."""
+    heads, dim). ``lead``: of dq, as ``passes.BackwardPlan`` has it, for dense calls with a key."""
     if dlse is not None:
         dlse = lse_of(dlse)
         if max(dlse.stride()) >= 1 << 31:  # its strides are 32-bit arguments of the kernels
@@ -358,7 +361,7 @@ def backward(
         None if dlse is None else dlse.stride(), dtype, k.dtype, v.dtype, o.dtype, lse.dtype, do.dtype,
         q.get_device(), k.get_device(), v.get_device(), o.get_device(), lse.get_device(), offsets and of_offsets(offsets),
         (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()) & 15,
-        mask.name, mask.values, score.name, score.values, softmax_scale, deterministic, extent,
+        mask.name, mask.values, score.name, score.values, softmax_scale, deterministic, extent, lead,
         float32_precision() if dtype is torch.float32 else "",
     )  # fmt: skip
     plan = BACKWARD_PLANS.get(key)
@@ -375,9 +378,9 @@ def backward(
         in_rows = [t if (lse_order if t is lse else t.stride(-1) == 1) else t.contiguous() for t in saved]
         if any(map(operator.is_not, in_rows, saved)):
             q, k, v, o, lse = in_rows
-            return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale, deterministic, score, extent, offsets)
+            return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale, deterministic, score, extent, offsets, lead)
         tensors = {"do": do, "q": q, "k": k, "v": v, "o": o}
-        plan, lasting = _new_backward(tensors, dlse, lse_order, mask, softmax_scale, deterministic, score, extent)
+        plan, lasting = _new_backward(tensors, dlse, lse_order, mask, softmax_scale, deterministic, score, extent, lead)
         if lasting:
             _remember(BACKWARD_PLANS, key, plan)
     return plan(do, dlse, q, k, v, o, lse, *offsets)
@@ -385,16 +388,19 @@ def backward(
 
 def _new_backward(
     given: Mapping[str, torch.Tensor], dlse: torch.Tensor | None, lse: str, mask: Mask, softmax_scale: float,
-    deterministic: bool, score: Score, extent: Extent,
+    deterministic: bool, score: Score, extent: Extent, lead: int,
 ) -> Planned:  # fmt: skip
-    """The plan of a backward of (batch, heads, seqlen, dim) tensors: do, q, k, v and o; ``lse``: how its rows lie."""
+    """The plan of a backward of (batch, heads, seqlen, dim) tensors: do, q, k, v and o; ``lse``: how its rows lie; ``lead``: of
+    dq."""
     posed: Callable[..., Problem] = partial(passes.describe, mask=mask, softmax_scale=softmax_scale, score=score)
     problem = posed(**given, extent=extent)
     if problem.is_empty:
         return Zeros(), True
     gpu, names, tensors = gpu_of(given["q"].get_device()), tuple[str, ...](), dict(given)
     if rows := unseen.filled_in(problem, gpu, BACKWARD):
-        others = partial(backward, mask=mask, softmax_scale=softmax_scale, deterministic=deterministic, score=score)
+        others = partial(
+            backward, mask=mask, softmax_scale=softmax_scale, deterministic=deterministic, score=score, lead=rows
+        )
         return unseen.Backward(rows, others), True
     chooser = Chooser(problem, gpu)
     found = () if problem.tma else copies.unaddressable(tensors)
@@ -410,10 +416,10 @@ def _new_backward(
             chooser = chooser.of(posed(**{name: asked[name] for name in tensors}, mask=chooser.problem.mask))
 
         def make(strategy: str, choices: Mapping[str, Choice], may_split: bool = True) -> Any:
-            call = {"softmax_scale": softmax_scale, **asked}
+            call = {"softmax_scale": softmax_scale, "lead": lead * problem.group if order else lead, **asked}
             plan = backward_plans.backward_plan(chooser.problem, strategy, choices, gpu, call, may_split)
             if order:
-                merging.giving_backward(plan, tensors["q"], order)
+                merging.giving_backward(plan, tensors["q"], order, lead)
             return copies.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), copied)
 
         whole = partial(make, may_split=False)

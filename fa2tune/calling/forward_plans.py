@@ -50,21 +50,21 @@ _REFUSED = dict[tuple[object, ...], str]()
 
 def forward_plan(
     problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, choice: Choice, gpu: Gpu,
-    may_split: bool = True,
+    may_split: bool = True, lead: int = 0,
 ) -> ForwardPlan | SplitPlan:  # fmt: skip
-    """``choice``: of the tuned kernel that serves. Where what runs in its place does not compile or load, or there is
-    nothing to compile it with, the tuned one serves, and the log says so."""
+    """``choice``: of the tuned kernel that serves; ``lead``: as ``ForwardPlan`` has it. Where what runs in its place does
+    not compile or load, or there is nothing to compile it with, the tuned one serves, and the log says so."""
     split, refused = split_of(problem, choice, gpu) if may_split else (None, "")
     if split is not None and not refused:
         try:
-            return SplitPlan(problem, q, k, v, softmax_scale, split)
+            return SplitPlan(problem, q, k, v, softmax_scale, split, lead)
         except Exception as error:
             if not cannot_be_had(error):
                 raise
             _REFUSED[_binary(problem, split, gpu)] = str(error)
             otherwise = in_place_schedule.words(split).otherwise
             warn_once(f"the first choice for fwd failed on {gpu.name} ({error}); next: {otherwise}")
-    return ForwardPlan(problem, q, k, v, softmax_scale, choice)
+    return ForwardPlan(problem, q, k, v, softmax_scale, choice, lead)
 
 
 def forget() -> None:

@@ -160,28 +160,32 @@ def as_read(
     return as_one(asked, order) if order else asked, ordered
 
 
-def giving_forward(plan: ForwardPlan | SplitPlan, problem: Problem, q: torch.Tensor, order: str) -> None:
+def giving_forward(
+    plan: ForwardPlan | SplitPlan, problem: Problem, q: torch.Tensor, order: str, lead: int
+) -> None:  # fmt: skip
     """Has the plan of one head a key head give o and lse as a call with ``q`` (batch, heads_q, seqlen_q, head_dim) wants them,
-    which poses ``problem``."""
+    which poses ``problem``. ``lead``: of its o."""
     plan.problem = problem  # which the backward begins with
+    plan.lead = lead
     lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
-    plan.fresh.gives(empty_ordered(without_memory(q), problem.head_dim_v), lse_ordered(lse, order))
+    plan.fresh.gives(empty_ordered(without_memory(q), problem.head_dim_v, lead), lse_ordered(lse, order))
 
 
-def giving_backward(plan: BackwardPlan | WholePlan, q: torch.Tensor, order: str) -> None:
+def giving_backward(plan: BackwardPlan | WholePlan, q: torch.Tensor, order: str, lead: int) -> None:
     """The same of a backward's plan: dq, for calls with ``q``."""
-    plan.fresh.gives(empty_ordered(without_memory(q), q.shape[3]))
+    plan.lead = lead
+    plan.fresh.gives(empty_ordered(without_memory(q), q.shape[3], lead))
     if isinstance(plan, StoredDsPlan) and plan.without is not None:
-        plan.without = _without(plan.without, order)
+        plan.without = _without(plan.without, order, lead)
 
 
-def _without(made: Callable[..., Any], order: str) -> Callable[..., Any]:
+def _without(made: Callable[..., Any], order: str, lead: int) -> Callable[..., Any]:
     """``StoredDsPlan.without`` for tensors as a call has them."""
 
     def planned(*tensors: Any) -> Any:
         named = dict(zip(("do", "dlse", "q", "k", "v", "o"), tensors, strict=True))
         plan = made(*as_one(named, order).values())
-        giving_backward(plan, named["q"], order)
+        giving_backward(plan, named["q"], order, lead)
         return plan
 
     return planned

@@ -1,6 +1,6 @@
 """Queries that see no key. Causal masks and windows are aligned at the bottom right, so with more queries than keys the first
 ones see none: their output and gradients are 0, their lse is -inf. Kernels compute them like others, a tile after the other.
-Where it takes less time, they are filled in, and the kernels get the queries behind them.
+Where it takes less time, they are filled in, and the kernels get the queries behind them, and write behind them.
 
 Estimated by constants of an H200 from drawn calls, docs/experiments/schedule.md.
 """
@@ -15,18 +15,19 @@ import torch
 
 from fa2tune.calling.schedules.key_splits_schedule import MEASURED_ON
 from fa2tune.gpus import Gpu
-from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
+from fa2tune.launching.passes import lse_of, lse_shape
 from fa2tune.spec.mask import CAUSAL
-from fa2tune.spec.problem import ITEMSIZE, Problem
+from fa2tune.spec.problem import BACKWARD, ITEMSIZE, Problem
 
 #: Microseconds that a tile of so many such rows takes in a forward: Q is loaded, and zeros are stored.
 BLIND_TILE, BLIND_TILE_US = 128, 4.5
 #: Elements that a backward reads and writes at least for an element of dq: q, o, do and dq, by the split kernels. The fused one
 #: moves o, do, dq and float32 sums twice, which is more.
 TRAFFIC = 4
-#: Share of the memory's bandwidth that this and fills reach; launches that are added, and microseconds of each.
-RATE, LAUNCHES, LAUNCH_US = 0.7, 4, 2.0
-#: Bytes of an element that fills and copies take at a time.
+#: Share of the memory's bandwidth that this and fills reach; launches that are added, and microseconds of each: fills of o and
+#: lse and a copy of lse; a fill of dq and a copy of lse.
+RATE, LAUNCHES, LAUNCH_US = 0.7, {"fwd": 3, BACKWARD: 2}, 2.0
+#: Bytes of an element that fills take at a time.
 WORD = 16
 #: What is saved must be so many times what is added, and more by so many microseconds: the host launches more.
 TIMES, MARGIN_US = 1.2, 5.0
@@ -40,17 +41,23 @@ def count(problem: Problem) -> int:
     return max(0, problem.seqlen_q - problem.seqlen_k - right)
 
 
+def estimate(problem: Problem, gpu: Gpu, pass_: str) -> tuple[float, float]:
+    """Microseconds that filling them in saves, and that it adds. ``pass_``: "fwd" or "bwd"."""
+    rows, heads = count(problem), problem.batch * problem.heads_q
+    dim = problem.head_dim_v if pass_ == "fwd" else problem.head_dim
+    filled = rows * heads * dim * ITEMSIZE[problem.dtype] / (gpu.hbm_gbs * 1e3 * RATE)
+    computed = BLIND_TILE_US * heads * rows / BLIND_TILE / gpu.sm_count
+    return computed if pass_ == "fwd" else TRAFFIC * filled, filled + LAUNCHES[pass_] * LAUNCH_US
+
+
 def filled_in(problem: Problem, gpu: Gpu, pass_: str) -> int:
     """How many of them are to be filled in instead of computed; 0: none. ``pass_``: "fwd" or "bwd"."""
     rows = count(problem)
-    if not rows or gpu.arch not in MEASURED_ON or problem.is_empty:
+    if not rows or problem.is_empty or gpu.arch not in MEASURED_ON:
         return 0
-    heads, bandwidth = problem.batch * problem.heads_q, gpu.hbm_gbs * 1e3 * RATE  # bytes a microsecond
-    dim = problem.head_dim_v if pass_ == "fwd" else problem.head_dim
-    row = heads * dim * ITEMSIZE[problem.dtype]  # bytes, of all heads
-    computed = BLIND_TILE_US * heads * rows / BLIND_TILE / gpu.sm_count
-    saved = computed if pass_ == "fwd" else TRAFFIC * row * rows / bandwidth
-    added = row * (rows + 2 * (problem.seqlen_q - rows)) / bandwidth + LAUNCHES * LAUNCH_US
+    if problem.wide:  # what is written has strides of the whole, of which inputs alone would say that they need 64 bits
+        return 0
+    saved, added = estimate(problem, gpu, pass_)
     return rows if saved > max(TIMES * added, added + MARGIN_US) else 0
 
 
@@ -59,25 +66,18 @@ def behind(problem: Problem, rows: int) -> Problem:
     return replace(problem, seqlen_q=problem.seqlen_q - rows) if rows else problem
 
 
-def in_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same memory in elements of 16 bytes, if rows of all allow it. Fills and copies of tensors with gaps go element
-    by element: of 2 bytes at 1.5 to 1.8 TB/s on an H200."""
-    for tensor in tensors:
-        places = (tensor.storage_offset(), *tensor.stride()[:-1], tensor.shape[-1])
-        if tensor.stride(-1) != 1 or any(place * tensor.element_size() % WORD for place in places):
-            return tensors
-    return tuple(tensor.view(torch.complex128) for tensor in tensors)
-
-
-def put_together(whole: torch.Tensor, rows: int, others: torch.Tensor) -> None:
-    """0 in the first ``rows`` rows of (batch, heads, seqlen, dim), then those of ``others``."""
-    whole, others = in_words(whole, others)
-    whole[:, :, :rows].zero_()
-    whole[:, :, rows:] = others
+def in_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in elements of 16 bytes, if its rows allow it. Fills of tensors with gaps go element by element: of 2
+    bytes at 1.5 to 1.8 TB/s on an H200."""
+    places = (tensor.storage_offset(), *tensor.stride()[:-1], tensor.shape[-1])
+    if tensor.stride(-1) != 1 or any(place * tensor.element_size() % WORD for place in places):
+        return tensor
+    return tensor.view(torch.complex128)
 
 
 class Forward:
-    """The plan of a forward whose first ``rows`` queries are filled in. ``inner``: (q, k, v) of the others -> (o, lse)."""
+    """The plan of a forward whose first ``rows`` queries are filled in. ``inner``: (q, k, v) of the others -> (o of all, whose
+    first rows are not written, lse of the others)."""
 
     by_address = False
 
@@ -87,18 +87,17 @@ class Forward:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = self.rows
-        o = empty_ordered(q, v.shape[-1])
         lse = q.new_empty(lse_shape(q), dtype=torch.float32)
         if lse.dim() > q.dim() - 1:  # of float32 inputs there is a second plane: what rounding left out
             lse[..., :rows].zero_()
         lse_of(lse)[..., :rows].fill_(float("-inf"))
-        found, lse[..., rows:] = self.inner(q[:, :, rows:], k, v)
-        put_together(o, rows, found)
+        o, lse[..., rows:] = self.inner(q[:, :, rows:], k, v)
+        in_words(o)[:, :, :rows].zero_()
         return o, lse
 
 
 class Backward:
-    """The same of a backward. ``inner``: (do, dlse, q, k, v, o, lse) of the others -> (dq, dk, dv)."""
+    """The same of a backward. ``inner``: (do, dlse, q, k, v, o, lse) of the others -> (dq of all, dk, dv)."""
 
     def __init__(self, rows: int, inner: Callable[..., Any]) -> None:
         self.rows, self.inner = rows, inner
@@ -110,7 +109,6 @@ class Backward:
         rows = self.rows
         behind_do, behind_q, behind_o = (tensor[:, :, rows:] for tensor in (do, q, o))
         behind_dlse = None if dlse is None else dlse[..., rows:]
-        found, dk, dv = self.inner(behind_do, behind_dlse, behind_q, k, v, behind_o, lse[..., rows:].contiguous())
-        dq = empty_ordered(q, q.shape[3])
-        put_together(dq, rows, found)
+        dq, dk, dv = self.inner(behind_do, behind_dlse, behind_q, k, v, behind_o, lse[..., rows:].contiguous())
+        in_words(dq)[:, :, :rows].zero_()
         return dq, dk, dv

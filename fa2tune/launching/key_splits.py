@@ -252,12 +252,14 @@ class SplitPlan:
     by_address = True
 
     def __init__(
-        self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, config: Config
-    ) -> None:
-        self.problem, self.softmax_scale, self.config = problem, softmax_scale, config
-        o = empty_ordered(without_memory(q), problem.head_dim_v)
+        self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, config: Config,
+        lead: int = 0,
+    ) -> None:  # fmt: skip
+        """``lead``: as ``passes.ForwardPlan`` has it."""
+        self.problem, self.softmax_scale, self.config, self.lead = problem, softmax_scale, config, lead
+        o = empty_ordered(without_memory(q), problem.head_dim_v, lead)
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
-        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **meta_offsets(problem.extent)}
+        tensors = {"q": q, "k": k, "v": v, "o": o[:, :, lead:], "lse": lse, **meta_offsets(problem.extent)}
         self.chain, block = bound(problem, tensors, softmax_scale, config, q.get_device())
         given = without_batch(o) if problem.extent.ragged else o
         self.fresh = Fresh(q.device, given, lse, *block)
@@ -266,7 +268,7 @@ class SplitPlan:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse, *block = self.fresh()
-        self.chain((q, k, v, o, lse, *offsets, *block))
+        self.chain((q, k, v, o[:, :, self.lead :] if self.lead else o, lse, *offsets, *block))
         return o, lse
 
 

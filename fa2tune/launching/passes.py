@@ -110,12 +110,22 @@ def without_batch(view: torch.Tensor) -> torch.Tensor:
     return view.squeeze(0).transpose(0, 1)
 
 
-def empty_ordered(like: torch.Tensor, dim: int) -> torch.Tensor:
-    """Uninitialised (batch, heads, seqlen, dim), dense, in the memory order of ``like``: (b, h, s, d) or (b, s, h, d)."""
+def empty_ordered(like: torch.Tensor, dim: int, lead: int = 0) -> torch.Tensor:
+    """Uninitialised (batch, heads, lead + seqlen, dim), dense, in the memory order of ``like``, which is (batch, heads, seqlen,
+    ...): (b, h, s, d) or (b, s, h, d)."""
     batch, heads, rows, _ = like.shape
+    rows += lead
     if like.stride(1) < like.stride(2):
         return like.new_empty((batch, rows, heads, dim)).transpose(1, 2)
     return like.new_empty((batch, heads, rows, dim))
+
+
+def empty_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lead: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) without memory, each in the order of its input; dq with so many rows more in front of each head."""
+    q, k, v = map(without_memory, (q, k, v))
+    return empty_ordered(q, q.shape[3], lead), empty_ordered(k, k.shape[3]), empty_ordered(v, v.shape[3])
 
 
 def runs(kernel: str, spec: Specialization, given: Config | Choice, arch: int) -> KernelSequence:
@@ -305,11 +315,12 @@ class ForwardPlan:
     by_address = True  #: of a call's tensors the addresses alone count: any view of them will do
 
     def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float,
-                 config: Config | Choice) -> None:  # fmt: skip
-        self.problem, self.softmax_scale = problem, softmax_scale
-        o = empty_ordered(without_memory(q), problem.head_dim_v)
+                 config: Config | Choice, lead: int = 0) -> None:  # fmt: skip
+        """``lead``: so many rows of each head more has o, in front of those of q, of a dense call; they stay uninitialised."""
+        self.problem, self.softmax_scale, self.lead = problem, softmax_scale, lead
+        o = empty_ordered(without_memory(q), problem.head_dim_v, lead)
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
-        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **meta_offsets(problem.extent)}
+        tensors = {"q": q, "k": k, "v": v, "o": o[:, :, lead:], "lse": lse, **meta_offsets(problem.extent)}
         kernels = Kernels({"fwd": config}, problem, tensors, softmax_scale, q.get_device())
         given = without_batch(o) if problem.extent.ragged else o
         self.chain, self.fresh = kernels.chain, Fresh(q.device, given, lse, *kernels.block())
@@ -318,7 +329,7 @@ class ForwardPlan:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse, *block = self.fresh()
-        self.chain((q, k, v, o, lse, *offsets, *block))
+        self.chain((q, k, v, o[:, :, self.lead :] if self.lead else o, lse, *offsets, *block))
         return o, lse
 
 
@@ -329,10 +340,10 @@ class BackwardPlan:
     def __init__(self, problem: Problem, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
                  v: torch.Tensor, o: torch.Tensor, softmax_scale: float, strategy: str,
                  configs: Chosen,
-                 parts: Mapping[str, int] = MappingProxyType({}), order: str = "") -> None:  # fmt: skip
-        """``configs``, ``parts``, ``order``: as ``Kernels`` has them."""
-        self.order = order
-        dq, dk, dv = (empty_ordered(without_memory(t), t.shape[3]) for t in (q, k, v))
+                 parts: Mapping[str, int] = MappingProxyType({}), order: str = "", lead: int = 0) -> None:  # fmt: skip
+        """``configs``, ``parts``, ``order``: as ``Kernels`` has them; ``lead``: of dq, as ``ForwardPlan`` has it of o."""
+        self.order, self.lead = order, lead
+        dq, dk, dv = empty_gradients(q, k, v, lead)
         rows = tuple(q.shape[:3])
         tensors = {
             "q": q,
@@ -341,7 +352,7 @@ class BackwardPlan:
             "o": o,
             "do": do,
             "lse": torch.empty(rows, device="meta"),
-            "dq": dq,
+            "dq": dq[:, :, lead:],
             "dk": dk,
             "dv": dv,
         }
@@ -356,7 +367,7 @@ class BackwardPlan:
         o: torch.Tensor, lse: torch.Tensor, *offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         dq, dk, dv, *block = self.fresh()
-        tensors = (q, k, v, o, do, lse, dq, dk, dv)
+        tensors = (q, k, v, o, do, lse, dq[:, :, self.lead :] if self.lead else dq, dk, dv)
         self.kernels((*tensors, *offsets, *block) if dlse is None else (*tensors, dlse, *offsets, *block))
         return dq, dk, dv
 

@@ -11,7 +11,7 @@ from fa2tune.launching import group_parts, launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import InterpretedChain, Strides, TensorPlace, bind, chain, form, strides_of
-from fa2tune.launching.passes import Fresh, empty_ordered, placed, without_memory
+from fa2tune.launching.passes import Fresh, empty_gradients, placed
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
 
@@ -77,12 +77,13 @@ class WholePlan(ABC):
 
     def __init__(
         self, problem: Problem, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
-        v: torch.Tensor, o: torch.Tensor, softmax_scale: float, config: Config,
+        v: torch.Tensor, o: torch.Tensor, softmax_scale: float, config: Config, lead: int = 0,
     ) -> None:  # fmt: skip
-        self.config = config
-        dq, dk, dv = (empty_ordered(without_memory(t), t.shape[3]) for t in (q, k, v))
+        """``lead``: as ``passes.BackwardPlan`` has it."""
+        self.config, self.lead = config, lead
+        dq, dk, dv = empty_gradients(q, k, v, lead)
         lse = torch.empty(tuple(q.shape[:3]), device="meta")
-        tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, "dq": dq[:, :, lead:], "dk": dk, "dv": dv}
         tensors |= {} if dlse is None else {"dlse": dlse}
         self.chain, block = self.bound(problem, tensors, softmax_scale, config, q.get_device())
         self.fresh = Fresh(q.device, dq, dk, dv, *block)
@@ -100,6 +101,6 @@ class WholePlan(ABC):
         o: torch.Tensor, lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         dq, dk, dv, *block = self.fresh()
-        tensors = (q, k, v, o, do, lse, dq, dk, dv)
+        tensors = (q, k, v, o, do, lse, dq[:, :, self.lead :] if self.lead else dq, dk, dv)
         self.chain((*tensors, *block) if dlse is None else (*tensors, dlse, *block))
         return dq, dk, dv

@@ -133,3 +133,10 @@ def test_what_gpu_tests_launch_is_known() -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     launched = next(line for line in done.stdout.splitlines() if "h200" in line)
     assert "sm90/fwd" in launched and "sm90/bwd_fused" in launched
+
+
+def test_calls_filled_in_and_computed_launch_each_their_own() -> None:
+    """Of queries that see no key: behind them there are few, which other tiles may serve."""
+    found = ahead.launches(SCRIPTS / "filled_in.py", ["--call", "2 4 4 8000 64 64 64 causal"])
+    names = {variant.short_name for variant, _, _ in found}
+    assert {"sm90/fwd_one_tile", "sm90/bwd_fused", "sm90/bwd_query_tiles"} <= names

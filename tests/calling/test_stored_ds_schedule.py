@@ -265,8 +265,8 @@ def test_without_memory_for_ds_the_split_kernels_serve_from_then_on(
     made: list[Any] = []
 
     class Split:
-        def __init__(self, problem: Problem, *given: Any) -> None:
-            made.append((problem, given[:6], given[6:]))
+        def __init__(self, problem: Problem, *given: Any, lead: int) -> None:
+            made.append((problem, given[:6], (*given[6:], lead)))
 
         def __call__(self, *tensors: Any) -> str:
             return "of split kernels"
@@ -282,12 +282,13 @@ def test_without_memory_for_ds_the_split_kernels_serve_from_then_on(
     monkeypatch.setitem(kinds, BWD_STORED_DS, kinds[BWD_STORED_DS]._replace(plan=NoMemory))
     monkeypatch.setattr(backward_plans, "BackwardPlan", Split)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    plan = backward_plans.backward_plan(LONG, "split", choices(LONG), H200, {"softmax_scale": 0.1}, True)
+    call = {"softmax_scale": 0.1, "lead": 3}
+    plan = backward_plans.backward_plan(LONG, "split", choices(LONG), H200, call, True)
     tensors = ("do", None, "q", "k", "v", "o", "lse")
     for _ in range(2):
         assert plan(*tensors) == "of split kernels"  # type: ignore[arg-type]
     asked, (problem, of_call, rest) = made
-    assert (asked, problem, of_call, rest[:2]) == ("asked", LONG, tensors[:6], (0.1, "split"))
+    assert (asked, problem, of_call, rest[:2], rest[-1]) == ("asked", LONG, tensors[:6], (0.1, "split"), 3)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     plan = backward_plans.backward_plan(LONG, "split", choices(LONG), H200, {"softmax_scale": 0.1}, True)
     with pytest.raises(torch.OutOfMemoryError):

@@ -286,16 +286,80 @@ def test_tensors_that_tma_cannot_address_are_read_by_pointer(gpu: PublicGpu) -> 
     assert tuple(gpu.ran) == case.runs
 
 
-@pytest.mark.parametrize(("dim", "order"), [(64, "bhsd"), (72, "bshd"), (192, "bshd")])
-def test_queries_that_see_no_key_are_filled_in(
-    gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, dim: int, order: str
-) -> None:
-    """Where that is expected to pay, as it is said to be here."""
+@pytest.fixture
+def blind_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries that see no key are filled in wherever there are any."""
     monkeypatch.setattr(unseen, "filled_in", lambda problem, gpu, pass_: unseen.count(problem))
-    case = Case((150, 61), (dim, dim), CAUSAL, (), (2, 1))
-    given = laid(inputs(case, batch=2), order)
-    check(case, given)
+
+
+@pytest.mark.parametrize("order", ["bhsd", "bshd"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((150, 61), (64, 64), CAUSAL, (FEW, *FUSED), (2, 1)),
+        Case((150, 61), (72, 72), band(40, 3), (FEW, *BESIDE, GATHER), (2, 1), dtype="fp16"),
+        Case((150, 61), (192, 192), CAUSAL, (FEW, *AT_A_TIME), (2, 1)),
+        Case((450, 333), (64, 64), CAUSAL, ("sm90/fwd", *FUSED, GATHER)),
+        Case((333, 220), (128, 64), CAUSAL, ("sm90/fwd", *SPLIT), deterministic=True),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.usefixtures("blind_filled_in")
+def test_queries_that_see_no_key_are_filled_in(gpu: PublicGpu, case: Case, order: str) -> None:
+    """Kernels write behind their rows, in one tensor."""
+    check(case, laid(inputs(case, batch=2), order))
+    assert tuple(gpu.ran) == case.runs
     assert any(isinstance(plan, unseen.Backward) for plan in dispatch.BACKWARD_PLANS.values())
+
+
+@pytest.mark.parametrize("order", ["bhsd", "bshd"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((150, 70), (56, 56), CAUSAL, (ONE_TILE, GATHER), (4, 1)),
+        Case((350, 144), (64, 64), CAUSAL, (QUERY_TILES, GATHER)),
+        Case((450, 333), (144, 144), CAUSAL, STORED),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("blind_filled_in")
+def test_they_are_by_kernels_that_make_all_of_a_backward(
+    gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, case: Case, order: str
+) -> None:
+    monkeypatch.setattr(one_tile_schedule, "ONE_KEY_TILE", ONE_TILE in case.runs)
+    monkeypatch.setattr(query_tiles_schedule, "QUERY_TILES", QUERY_TILES in case.runs)
+    for margin in ("MARGIN", "AT_A_TIME_MARGIN"):
+        monkeypatch.setattr(stored_ds_schedule, margin, -100.0)
+    given = laid(inputs(case), order)
+    check(case, given)
+    assert tuple(gpu.ran[-len(case.runs) :]) == case.runs
+    if case.runs == STORED:
+        dispatch.reload()
+        Little(monkeypatch, 1_000_000)
+        gpu.ran.clear()
+        check(case, given)
+        assert gpu.ran[-1] in SPLIT
+
+
+@pytest.mark.usefixtures("blind_filled_in")
+def test_they_are_in_front_of_query_heads_as_one(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "pays", lambda *asked: True)
+    leads = list[int]()
+    for name in ("giving_forward", "giving_backward"):
+        made = getattr(merging, name)
+        monkeypatch.setattr(merging, name, lambda *given, made=made: leads.append(given[-1]) or made(*given))
+    case = Case((150, 61), (64, 64), CAUSAL, (), (4, 1))
+    check(case, laid(inputs(case, batch=2), "bshd"))
+    assert leads == [89, 89]
+
+
+@pytest.mark.usefixtures("blind_filled_in")
+def test_they_are_in_front_of_parts_put_together(gpu: PublicGpu) -> None:
+    case = Case((420, 400), (256, 256), CAUSAL, ("sm90/fwd_split", COMBINE), (1, 1))
+    given = inputs(case)
+    o, lse = fa2tune.attention(given.q, given.k, given.v, causal=True, return_lse=True)
+    verify.compare({"o": o, "lse": lse}, *reference.oracle_and_reference(given, mask=CAUSAL, gradients=False))
+    assert tuple(gpu.ran) == case.runs
 
 
 def test_heads_that_are_views_of_one_tensor(gpu: PublicGpu) -> None:
