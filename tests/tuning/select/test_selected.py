@@ -81,6 +81,8 @@ def test_a_default_without_a_time_races_in_the_proof_all_the_same(bench, monkeyp
 def test_of_those_that_a_final_leaves_close_the_fastest_alone_is_proved(bench, monkeypatch, cool):
     """But where the GPU was never at its power limit: there no contender sets its clock."""
     monkeypatch.setattr(finalists, "NEAR", 10.0)
+    # all that a final has: how many the search finds of each implementation differs from run to run
+    monkeypatch.setattr(finalists, "SUSTAINED", 2 * finalists.FINALISTS)
     # of those that the search finds, two may be closer than 1.5 %
     monkeypatch.setattr(finalists, "CLEARLY_SLOWER", 1.0)
     monkeypatch.setenv("FA2TUNE_FAKE_HUNGRY", "1")
