@@ -322,7 +322,7 @@ def forward_plan(
             None if order else lambda miss: _plan_in_capture(miss, chooser, ("fwd",), whole),
         )
 
-    plan, lasting = _of_one_head_or_all(chooser, "fwd", merging.merging(chooser, "fwd"), planned)
+    plan, lasting = _of_one_head_or_all(chooser, "fwd", merging.merging(chooser, "fwd", lead=lead), planned)
     if lasting:
         _remember(FORWARD_PLANS, key, plan)
     return plan
@@ -429,4 +429,4 @@ def _new_backward(
             None if order else lambda miss: _plan_in_capture(miss, chooser, STRATEGIES[SPLIT], partial(whole, SPLIT)),
         )
 
-    return _of_one_head_or_all(chooser, BACKWARD, merging.merging(chooser, BACKWARD, deterministic, lse), planned)
+    return _of_one_head_or_all(chooser, BACKWARD, merging.merging(chooser, BACKWARD, deterministic, lse, lead), planned)

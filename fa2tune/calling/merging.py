@@ -90,19 +90,23 @@ def backward_us(chooser: Chooser, deterministic: bool) -> float | None:
     return one_tile_schedule.otherwise_us(problem, choices, divided.parts, divided.order, gpu)
 
 
-def merging(chooser: Chooser, pass_: str, deterministic: bool = False, lse: str | None = None) -> Chooser | None:
+def merging(
+    chooser: Chooser, pass_: str, deterministic: bool = False, lse: str | None = None, lead: int = 0
+) -> Chooser | None:
     """What chooses for a pass ("fwd", "bwd") whose query heads are taken as one; None: they are not. ``chooser``: of the call
     as it is; ``deterministic``: of a backward; ``lse``: how its rows lie in memory (``order_of_lse``), None: as the forward of
-    such a call leaves them."""
+    such a call leaves them; ``lead``: of o or dq, as the plan has it: such rows are one head's with the queries of a head one
+    after the other only, as those in front of each query head lie between the others else."""
     problem = chooser.problem
     if (
         not problem.stacked
+        or (lead and problem.stacked != QUERIES_FIRST)
         or not asked(problem, chooser.gpu.arch)
         or (pass_ != BACKWARD and problem.seqlen_q < LEAST_QUERIES)
     ):
         return None
     if lse is None:
-        as_one = pass_ == BACKWARD and merging(chooser, "fwd") is not None
+        as_one = pass_ == BACKWARD and merging(chooser, "fwd", lead=lead) is not None
         lse = problem.stacked if as_one else HEADS_FIRST
     ours = chooser.of(merged(problem))
     return ours if _place(ours, pass_) not in _REFUSED and pays(chooser, ours, pass_, deterministic, lse) else None
@@ -164,7 +168,8 @@ def giving_forward(
     plan: ForwardPlan | SplitPlan, problem: Problem, q: torch.Tensor, order: str, lead: int
 ) -> None:  # fmt: skip
     """Has the plan of one head a key head give o and lse as a call with ``q`` (batch, heads_q, seqlen_q, head_dim) wants them,
-    which poses ``problem``. ``lead``: of its o."""
+    which poses ``problem``. ``lead``: rows of o in front of those of each query head. The plan was made with those in front of
+    the one head, ``lead`` of each of its query heads, which is the same place as queries come first."""
     plan.problem = problem  # which the backward begins with
     plan.lead = lead
     lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")

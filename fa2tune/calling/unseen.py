@@ -30,7 +30,7 @@ RATE, LAUNCHES, LAUNCH_US = 0.7, {"fwd": 3, BACKWARD: 2}, 2.0
 #: Bytes of an element that fills take at a time.
 WORD = 16
 #: What is saved must be so many times what is added, and more by so many microseconds: the host launches more.
-TIMES, MARGIN_US = 1.2, 5.0
+TIMES, MARGIN_US = 1.2, 9.0
 
 
 def count(problem: Problem) -> int:
@@ -55,7 +55,9 @@ def filled_in(problem: Problem, gpu: Gpu, pass_: str) -> int:
     rows = count(problem)
     if not rows or problem.is_empty or gpu.arch not in MEASURED_ON:
         return 0
-    if problem.wide:  # what is written has strides of the whole, of which inputs alone would say that they need 64 bits
+    if (
+        problem.wide
+    ):  # o and dq have the strides of the whole, which the queries behind alone may not say to need 64 bits
         return 0
     saved, added = estimate(problem, gpu, pass_)
     return rows if saved > max(TIMES * added, added + MARGIN_US) else 0

@@ -316,7 +316,8 @@ class ForwardPlan:
 
     def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float,
                  config: Config | Choice, lead: int = 0) -> None:  # fmt: skip
-        """``lead``: so many rows of each head more has o, in front of those of q, of a dense call; they stay uninitialised."""
+        """``lead``: o has so many rows more in each head, in front of those of q, which kernels do not write. Dense calls
+        only."""
         self.problem, self.softmax_scale, self.lead = problem, softmax_scale, lead
         o = empty_ordered(without_memory(q), problem.head_dim_v, lead)
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")

@@ -45,8 +45,9 @@ def test_when_they_are_filled_in():
         (LONG, True, True),
         (Problem("bf16", 5, 69, 69, 5102, 772, 184, 184, CAUSAL), True, True),
         (Problem("bf16", 20, 47, 47, 2120, 969, 144, 144, CAUSAL), True, True),
-        (Problem("bf16", 7, 25, 25, 545, 234, 64, 64, CAUSAL), True, False),
+        (Problem("bf16", 7, 25, 25, 545, 234, 64, 64, CAUSAL), False, False),
         (replace(LONG, mask=FULL), False, False), (replace(LONG, seqlen_k=0), False, False),
+        (replace(LONG, wide=True), False, False),
         (replace(LONG, extent=Extent("ragged", 4)), False, False),
     ):  # fmt: skip
         found = [bool(unseen.filled_in(problem, H200, pass_)) for pass_ in ("fwd", BACKWARD)]

@@ -354,6 +354,19 @@ def test_they_are_in_front_of_query_heads_as_one(gpu: PublicGpu, monkeypatch: py
 
 
 @pytest.mark.usefixtures("blind_filled_in")
+def test_heads_one_after_the_other_are_not_one_behind_them(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one key the queries behind see all there is. Rows of their heads lie at one stride where heads of q overlap."""
+    monkeypatch.setattr(merging, "pays", lambda *asked: True)
+    case = Case((60, 1), (64, 64), band(None, 40), (), (4, 2))
+    given = inputs(case)
+    strides = (given.q.stride(0), 41 * 64, 64, 1)
+    q = torch.randn(given.q.numel(), dtype=given.q.dtype).as_strided(given.q.shape, strides)
+    o, lse = fa2tune.attention(q, given.k, given.v, mask=case.mask, return_lse=True)
+    given = reference.Inputs(q.contiguous(), given.k, given.v, given.do, given.dlse)
+    verify.compare({"o": o, "lse": lse}, *reference.oracle_and_reference(given, mask=case.mask, gradients=False))
+
+
+@pytest.mark.usefixtures("blind_filled_in")
 def test_they_are_in_front_of_parts_put_together(gpu: PublicGpu) -> None:
     case = Case((420, 400), (256, 256), CAUSAL, ("sm90/fwd_split", COMBINE), (1, 1))
     given = inputs(case)
