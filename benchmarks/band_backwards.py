@@ -149,9 +149,8 @@ def main(
 
     def one(drawn_call: tuple[Problem, str]) -> dict[str, Any]:
         problem, of = drawn_call
-        shape = {field: getattr(problem, field) for field in ("dtype", *dense_backwards.SHAPE)}
         us = dense_backwards.measured(problem, FORMS[form][1])
-        return {"us": us, "of": of, **shape, "mask": str(problem.mask)}
+        return {"us": us, "of": of, **dense_backwards.shape_of(problem)}
 
     side_by_side.fill(record, problems, one, seconds, out, line)
 

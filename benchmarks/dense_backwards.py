@@ -84,7 +84,13 @@ Ordered = tuple[Candidate, str]
 SHAPE = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 
 
+def shape_of(problem: Problem) -> dict[str, Any]:
+    """What a file says of a call."""
+    return {**{name: getattr(problem, name) for name in ("dtype", *SHAPE)}, "mask": problem.mask.name}
+
+
 def posed(call: Mapping[str, Any]) -> Problem:
+    """The call of which it was said."""
     return Problem(call["dtype"], *(call[name] for name in SHAPE), row_mask_named(call["mask"]))
 
 
@@ -465,12 +471,7 @@ def forward_choice(problem: Problem, gpu: Gpu) -> Choice:
 
 def measured(problem: Problem, raced: Callable[[Problem, Gpu], dict[str, Ordered]] | None = None) -> dict[str, float]:
     """Candidate -> microseconds. ``raced``: as ``candidates``, which is meant where there is none."""
-
-    def new(length: int, heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(problem.batch, length, heads, dim, device="cuda", dtype=torch.bfloat16)
-
-    q, do = (new(problem.seqlen_q, problem.heads_q, dim) for dim in (problem.head_dim, problem.head_dim_v))
-    k, v = (new(problem.seqlen_k, problem.heads_kv, dim) for dim in (problem.head_dim, problem.head_dim_v))
+    q, k, v, do = workloads.inputs(problem)
     want, gpu = workloads.expected(problem, q, k, v, do), dispatch.gpu_of(0)
     q, k, v, do = (one.transpose(1, 2) for one in (q, k, v, do))
     scale = problem.head_dim**-0.5

@@ -22,7 +22,7 @@ import click
 import dense_forwards
 import torch
 import workloads
-from dense_backwards import SHAPE, posed
+from dense_backwards import posed, shape_of
 from launch_choices import race
 
 from fa2tune import gpus
@@ -48,12 +48,7 @@ def planned(plans: dict[tuple[Any, ...], Any], call: Callable[[], Any]) -> tuple
 
 def measured(problem: Problem) -> dict[str, Any]:
     """What a file holds of a call."""
-
-    def new(length: int, heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(problem.batch, length, heads, dim, device="cuda", dtype=torch.bfloat16)
-
-    q, do = (new(problem.seqlen_q, problem.heads_q, dim) for dim in (problem.head_dim, problem.head_dim_v))
-    k, v = (new(problem.seqlen_k, problem.heads_kv, dim) for dim in (problem.head_dim, problem.head_dim_v))
+    q, k, v, do = workloads.inputs(problem)
     want = workloads.expected(problem, q, k, v, do)
     q, k, v, do = (one.transpose(1, 2) for one in (q, k, v, do))
     scale, passes = problem.head_dim**-0.5, {"fwd": dict[str, Callable[[], Any]](), BACKWARD: {}}
@@ -71,8 +66,7 @@ def measured(problem: Problem) -> dict[str, Any]:
             results = dict(zip(("o", "dq", "dk", "dv"), (one.transpose(1, 2) for one in (o, *gradients)), strict=True))
             if (why := workloads.wrong(results, want, problem.group)) is not None:
                 raise click.ClickException(f"{workloads.described(problem)}, {name}: {why}")
-    found: dict[str, Any] = {field: getattr(problem, field) for field in ("dtype", *SHAPE)}
-    found["mask"] = problem.mask.name
+    found = shape_of(problem)
     for pass_, calls in passes.items():
         times = race(list(calls.values()), torch.cuda.Stream(), BURST_MS)
         found[pass_] = dict(zip(calls, (round(us, 1) for us in times), strict=True))

@@ -27,7 +27,7 @@ from fa2tune import gpus
 from fa2tune.calling import dispatch, ops
 from fa2tune.compat import flash_attn, flash_attn_4
 from fa2tune.compiling import compiler
-from fa2tune.launching import cuda, key_splits, launch, passes
+from fa2tune.launching import cuda, launch, passes
 from fa2tune.launching.image import Image, MapFormat
 
 GPU = "h200"
@@ -88,7 +88,6 @@ def null_gpu() -> Iterator[None]:
         (launch, "arch_of", lambda index: gpu.arch), (passes, "arch_of", lambda index: gpu.arch),
         (launch, "sm_count", lambda index: gpu.sm_count), (launch, "load", _loaded), (ops, "interpreted", lambda: True),
         (dispatch, "gpu_of", lambda index: gpu), (passes, "ALLOCATE", allocate), (passes, "Fresh", _Fresh),
-        (key_splits, "Fresh", _Fresh),
     ]  # fmt: skip
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())

@@ -115,12 +115,7 @@ def compile_all(names: Sequence[str], served: bool) -> None:
 
 def measured(problem: Problem, served: bool) -> dict[str, Any]:
     """Candidate -> microseconds, or why it cannot be launched."""
-
-    def new(length: int, heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(problem.batch, length, heads, dim, device="cuda", dtype=torch.bfloat16)
-
-    q, do = (new(problem.seqlen_q, problem.heads_q, dim) for dim in (problem.head_dim, problem.head_dim_v))
-    k, v = (new(problem.seqlen_k, problem.heads_kv, dim) for dim in (problem.head_dim, problem.head_dim_v))
+    q, k, v, do = workloads.inputs(problem)
     want, gpu = workloads.expected(problem, q, k, v, do), dispatch.gpu_of(0)
     q, k, v, do = (one.transpose(1, 2) for one in (q, k, v, do))
     scale = problem.head_dim**-0.5

@@ -24,7 +24,7 @@ import click
 import dense_forwards
 import torch
 import workloads
-from dense_backwards import SHAPE, posed
+from dense_backwards import posed, shape_of
 from launch_choices import race
 from one_key_tile import forward
 
@@ -80,12 +80,7 @@ def plans(ours: Problem, gpu: Gpu, given: Mapping[str, Any]) -> Iterator[tuple[s
 
 def raced(problem: Problem, plans: Plans) -> dict[str, float]:
     """Name -> microseconds of a backward by each plan."""
-
-    def new(length: int, heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(problem.batch, length, heads, dim, device="cuda", dtype=torch.bfloat16)
-
-    q, do = (new(problem.seqlen_q, problem.heads_q, dim) for dim in (problem.head_dim, problem.head_dim_v))
-    k, v = (new(problem.seqlen_k, problem.heads_kv, dim) for dim in (problem.head_dim, problem.head_dim_v))
+    q, k, v, do = workloads.inputs(problem)
     want, gpu = workloads.expected(problem, q, k, v, do), dispatch.gpu_of(0)
     q, k, v, do = (one.transpose(1, 2) for one in (q, k, v, do))
     scale = problem.head_dim**-0.5
@@ -104,8 +99,7 @@ def raced(problem: Problem, plans: Plans) -> dict[str, float]:
 
 
 def recorded(problem: Problem, plans: Plans) -> dict[str, Any]:
-    shape = {field: getattr(problem, field) for field in ("dtype", *SHAPE)}
-    return {**shape, "mask": problem.mask.name, "us": raced(problem, plans)}
+    return {**shape_of(problem), "us": raced(problem, plans)}
 
 
 def line(name: str, call: Mapping[str, Any]) -> str:

@@ -215,8 +215,8 @@ def wrong(results: Mapping[str, Any], want: Mapping[str, Any], group: int) -> st
     return None
 
 
-def posed(problem: Problem, device: str = "cuda") -> tuple[Any, ...]:
-    """Inputs of a call, the check of its results and the operations of its passes, as ``side_by_side.captured`` takes them."""
+def inputs(problem: Problem, device: str = "cuda") -> tuple[Any, Any, Any, Any]:
+    """q, k, v and do of a call, bf16 (batch, seqlen, heads, dim), drawn."""
     import torch
 
     def new(length: int, heads: int, dim: int) -> Any:
@@ -225,7 +225,12 @@ def posed(problem: Problem, device: str = "cuda") -> tuple[Any, ...]:
     q = new(problem.seqlen_q, problem.heads_q, problem.head_dim)
     k = new(problem.seqlen_k, problem.heads_kv, problem.head_dim)
     v = new(problem.seqlen_k, problem.heads_kv, problem.head_dim_v)
-    do = new(problem.seqlen_q, problem.heads_q, problem.head_dim_v)
+    return q, k, v, new(problem.seqlen_q, problem.heads_q, problem.head_dim_v)
+
+
+def posed(problem: Problem, device: str = "cuda") -> tuple[Any, ...]:
+    """Inputs of a call, the check of its results and the operations of its passes, as ``side_by_side.captured`` takes them."""
+    q, k, v, do = inputs(problem, device)
     want = expected(problem, q, k, v, do)
     done = {pass_: operations(problem, pass_) for pass_ in ("fwd", "bwd")}
     if problem.seqlen_q <= FEW_QUERIES:

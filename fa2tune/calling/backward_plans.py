@@ -167,9 +167,7 @@ def backward_plan(
         try:
             made = found.kind.plan(problem, **given, config=found.config)
             if isinstance(made, StoredDsPlan):
-                made.without = without(
-                    problem, strategy, choices, divided, given["softmax_scale"], given.get("lead", 0)
-                )  # fmt: skip
+                made.without = without(problem, strategy, choices, divided, given["softmax_scale"], made.lead)
             return made
         except Exception as error:
             if not cannot_be_had(error):

@@ -308,7 +308,7 @@ def forward_plan(
         def make(choices: Mapping[str, Choice], may_split: bool = True) -> Any:
             plan = forward_plans.forward_plan(
                 chooser.problem, seen, k, v, softmax_scale, choices["fwd"], gpu, may_split,
-                lead * problem.group if order else lead,
+                merging.lead_as_one(problem, lead, order),
             )  # fmt: skip
             if order:
                 merging.giving_forward(plan, problem, q, order, lead)
@@ -416,7 +416,7 @@ def _new_backward(
             chooser = chooser.of(posed(**{name: asked[name] for name in tensors}, mask=chooser.problem.mask))
 
         def make(strategy: str, choices: Mapping[str, Choice], may_split: bool = True) -> Any:
-            call = {"softmax_scale": softmax_scale, "lead": lead * problem.group if order else lead, **asked}
+            call = {"softmax_scale": softmax_scale, "lead": merging.lead_as_one(problem, lead, order), **asked}
             plan = backward_plans.backward_plan(chooser.problem, strategy, choices, gpu, call, may_split)
             if order:
                 merging.giving_backward(plan, tensors["q"], order, lead)

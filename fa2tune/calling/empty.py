@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fa2tune.launching.passes import empty_ordered, in_one_batch, lse_of, lse_shape, without_batch
+from fa2tune.launching.passes import empty_gradients, empty_ordered, in_one_batch, lse_of, lse_shape, without_batch
 from fa2tune.spec.problem import Problem
 
 
@@ -44,5 +44,5 @@ class Zeros:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if q.dim() == 3:  # packed: gradients have one batch entry, as those of other packed calls
             q, k, v = (in_one_batch(tensor) for tensor in (q, k, v))
-        dq, dk, dv = (empty_ordered(tensor, tensor.shape[3]).zero_() for tensor in (q, k, v))
+        dq, dk, dv = (gradient.zero_() for gradient in empty_gradients(q, k, v))
         return dq, dk, dv

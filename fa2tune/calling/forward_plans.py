@@ -51,7 +51,7 @@ _REFUSED = dict[tuple[object, ...], str]()
 def forward_plan(
     problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, choice: Choice, gpu: Gpu,
     may_split: bool = True, lead: int = 0,
-) -> ForwardPlan | SplitPlan:  # fmt: skip
+) -> ForwardPlan:  # fmt: skip
     """``choice``: of the tuned kernel that serves; ``lead``: as ``ForwardPlan`` has it. Where what runs in its place does
     not compile or load, or there is nothing to compile it with, the tuned one serves, and the log says so."""
     split, refused = split_of(problem, choice, gpu) if may_split else (None, "")

@@ -23,7 +23,6 @@ from fa2tune.calling.schedules import (
     one_tile_schedule,
 )
 from fa2tune.launching import merged_heads
-from fa2tune.launching.key_splits import SplitPlan
 from fa2tune.launching.merged_heads import lies, lse_ordered, merged, view
 from fa2tune.launching.passes import BackwardPlan, ForwardPlan, empty_ordered, lse_shape, without_memory
 from fa2tune.launching.stored_ds import StoredDsPlan
@@ -95,8 +94,7 @@ def merging(
 ) -> Chooser | None:
     """What chooses for a pass ("fwd", "bwd") whose query heads are taken as one; None: they are not. ``chooser``: of the call
     as it is; ``deterministic``: of a backward; ``lse``: how its rows lie in memory (``order_of_lse``), None: as the forward of
-    such a call leaves them; ``lead``: of o or dq, as the plan has it: such rows are one head's with the queries of a head one
-    after the other only, as those in front of each query head lie between the others else."""
+    such a call leaves them; ``lead``: of o or dq, as plans have it, for which queries have to come first (``lead_as_one``)."""
     problem = chooser.problem
     if (
         not problem.stacked
@@ -106,7 +104,7 @@ def merging(
     ):
         return None
     if lse is None:
-        as_one = pass_ == BACKWARD and merging(chooser, "fwd", lead=lead) is not None
+        as_one = pass_ == BACKWARD and merging(chooser, "fwd") is not None
         lse = problem.stacked if as_one else HEADS_FIRST
     ours = chooser.of(merged(problem))
     return ours if _place(ours, pass_) not in _REFUSED and pays(chooser, ours, pass_, deterministic, lse) else None
@@ -164,12 +162,17 @@ def as_read(
     return as_one(asked, order) if order else asked, ordered
 
 
+def lead_as_one(problem: Problem, lead: int, order: str) -> int:
+    """How many rows are in front of the one head's where ``lead`` are in front of each query head's. ``order``: of the one
+    head, "": there is none. Queries first, these are the same rows; heads first, they lie between those of the query heads."""
+    return lead * problem.group if order else lead
+
+
 def giving_forward(
-    plan: ForwardPlan | SplitPlan, problem: Problem, q: torch.Tensor, order: str, lead: int
+    plan: ForwardPlan, problem: Problem, q: torch.Tensor, order: str, lead: int
 ) -> None:  # fmt: skip
     """Has the plan of one head a key head give o and lse as a call with ``q`` (batch, heads_q, seqlen_q, head_dim) wants them,
-    which poses ``problem``. ``lead``: rows of o in front of those of each query head. The plan was made with those in front of
-    the one head, ``lead`` of each of its query heads, which is the same place as queries come first."""
+    which poses ``problem``. ``lead``: of o, in front of each query head; the plan was made with ``lead_as_one``."""
     plan.problem = problem  # which the backward begins with
     plan.lead = lead
     lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")

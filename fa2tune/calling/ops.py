@@ -18,7 +18,7 @@ from fa2tune.calling.arguments import MISSING
 from fa2tune.compiling.compiler import interpreted
 from fa2tune.launching.cuda import NoAddressError
 from fa2tune.launching.launch import TORCH_DTYPES
-from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
+from fa2tune.launching.passes import empty_gradients, empty_ordered, lse_of, lse_shape
 from fa2tune.spec import score as scores
 from fa2tune.spec.combinations import TRANSFORMS
 from fa2tune.spec.mask import Mask, Window, for_operator, mask_of, of_operator
@@ -426,7 +426,7 @@ def _attention_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: An
 def _backward_fake(
     do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return empty_ordered(q, q.shape[3]), empty_ordered(k, k.shape[3]), empty_ordered(v, v.shape[3])
+    return empty_gradients(q, k, v)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:

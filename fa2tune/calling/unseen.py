@@ -1,6 +1,6 @@
 """Queries that see no key. Causal masks and windows are aligned at the bottom right, so with more queries than keys the first
 ones see none: their output and gradients are 0, their lse is -inf. Kernels compute them like others, a tile after the other.
-Where it takes less time, they are filled in, and the kernels get the queries behind them, and write behind them.
+Where it takes less time, they are filled in. Kernels get the queries behind them, and write into the whole tensor.
 
 Estimated by constants of an H200 from drawn calls, docs/experiments/schedule.md.
 """
@@ -55,9 +55,7 @@ def filled_in(problem: Problem, gpu: Gpu, pass_: str) -> int:
     rows = count(problem)
     if not rows or problem.is_empty or gpu.arch not in MEASURED_ON:
         return 0
-    if (
-        problem.wide
-    ):  # o and dq have the strides of the whole, which the queries behind alone may not say to need 64 bits
+    if problem.wide:  # o and dq have strides of the whole; the problem behind it may not know that these need 64 bits
         return 0
     saved, added = estimate(problem, gpu, pass_)
     return rows if saved > max(TIMES * added, added + MARGIN_US) else 0

@@ -16,7 +16,7 @@ from fa2tune.calling.arguments import MISSING
 from fa2tune.calling.dispatch import Tensors3
 from fa2tune.calling.ops import Pair
 from fa2tune.calling.varlen_schedules import VarlenSchedule
-from fa2tune.launching.passes import empty_ordered, in_one_batch, lse_of, lse_shape, without_batch
+from fa2tune.launching.passes import empty_gradients, empty_ordered, in_one_batch, lse_of, lse_shape, without_batch
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of, of_operator
 from fa2tune.spec.problem import bucket_of
@@ -356,7 +356,7 @@ def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Pair
 
 
 def _backward_fake(do: Any, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Tensors3:
-    return empty_ordered(q, q.shape[3]), empty_ordered(k, k.shape[3]), empty_ordered(v, v.shape[3])
+    return empty_gradients(q, k, v)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:

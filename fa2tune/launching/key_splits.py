@@ -26,17 +26,7 @@ from fa2tune.compiling.support import companion, companion_most, companion_space
 from fa2tune.launching import launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.launch import InterpretedChain, TensorPlace, Workspace, bind, chain, form, strides_of
-from fa2tune.launching.passes import (
-    ALIGNMENT,
-    Fresh,
-    empty_ordered,
-    lse_shape,
-    meta_offsets,
-    ordered_before,
-    placed,
-    without_batch,
-    without_memory,
-)
+from fa2tune.launching.passes import ALIGNMENT, ForwardPlan, ordered_before, placed
 from fa2tune.spec.extent import WHOLE
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
@@ -246,30 +236,10 @@ def bound(
     return chain(launches, device_index), block
 
 
-class SplitPlan:
-    """q, k, v -> (o, lse), as ``passes.ForwardPlan``. Needs Sk >= 1 and no empty dimension."""
+class SplitPlan(ForwardPlan):
+    """As ``passes.ForwardPlan``, of a config of what runs in place of the tuned kernel."""
 
-    by_address = True
-
-    def __init__(
-        self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, config: Config,
-        lead: int = 0,
-    ) -> None:  # fmt: skip
-        """``lead``: as ``passes.ForwardPlan`` has it."""
-        self.problem, self.softmax_scale, self.config, self.lead = problem, softmax_scale, config, lead
-        o = empty_ordered(without_memory(q), problem.head_dim_v, lead)
-        lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
-        tensors = {"q": q, "k": k, "v": v, "o": o[:, :, lead:], "lse": lse, **meta_offsets(problem.extent)}
-        self.chain, block = bound(problem, tensors, softmax_scale, config, q.get_device())
-        given = without_batch(o) if problem.extent.ragged else o
-        self.fresh = Fresh(q.device, given, lse, *block)
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse, *block = self.fresh()
-        self.chain((q, k, v, o[:, :, self.lead :] if self.lead else o, lse, *offsets, *block))
-        return o, lse
+    bound = staticmethod(bound)
 
 
 def forward(

@@ -16,8 +16,10 @@ from fa2tune.compiling.choice import Choice, Chosen, choice_of
 from fa2tune.compiling.compiler import KernelSequence, around
 from fa2tune.compiling.support import companion
 from fa2tune.launching import dq_parts, group_parts, merged_heads, overlapped
+from fa2tune.launching.cuda import Chain
 from fa2tune.launching.launch import (
     TORCH_DTYPES,
+    InterpretedChain,
     TensorPlace,
     Within,
     Workspace,
@@ -121,10 +123,9 @@ def empty_ordered(like: torch.Tensor, dim: int, lead: int = 0) -> torch.Tensor:
 
 
 def empty_gradients(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lead: int = 0
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, lead: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) without memory, each in the order of its input; dq with so many rows more in front of each head."""
-    q, k, v = map(without_memory, (q, k, v))
+    """(dq, dk, dv), uninitialised, each in the memory order of its input; dq has ``lead`` rows more in front of each head."""
     return empty_ordered(q, q.shape[3], lead), empty_ordered(k, k.shape[3]), empty_ordered(v, v.shape[3])
 
 
@@ -315,16 +316,25 @@ class ForwardPlan:
     by_address = True  #: of a call's tensors the addresses alone count: any view of them will do
 
     def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float,
-                 config: Config | Choice, lead: int = 0) -> None:  # fmt: skip
-        """``lead``: o has so many rows more in each head, in front of those of q, which kernels do not write. Dense calls
-        only."""
-        self.problem, self.softmax_scale, self.lead = problem, softmax_scale, lead
+                 config: Any, lead: int = 0) -> None:  # fmt: skip
+        """``config``: as ``bound`` has it; ``lead``: o has so many rows more in each head, in front of those of q. Kernels do
+        not write them. Dense calls only."""
+        self.problem, self.softmax_scale, self.config, self.lead = problem, softmax_scale, config, lead
         o = empty_ordered(without_memory(q), problem.head_dim_v, lead)
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
         tensors = {"q": q, "k": k, "v": v, "o": o[:, :, lead:], "lse": lse, **meta_offsets(problem.extent)}
-        kernels = Kernels({"fwd": config}, problem, tensors, softmax_scale, q.get_device())
+        self.chain, block = self.bound(problem, tensors, softmax_scale, config, q.get_device())
         given = without_batch(o) if problem.extent.ragged else o
-        self.chain, self.fresh = kernels.chain, Fresh(q.device, given, lse, *kernels.block())
+        self.fresh = Fresh(q.device, given, lse, *block)
+
+    @staticmethod
+    def bound(
+        problem: Problem, tensors: Mapping[str, torch.Tensor], softmax_scale: float, config: Any, device_index: int
+    ) -> tuple[Chain | InterpretedChain, list[torch.Tensor]]:
+        """(What runs, called with the tensors and then with memory for workspaces, like that memory, none if there are none).
+        ``tensors``: by name, of which shapes and strides count; ``config``: of the tuned kernel, or its Choice."""
+        kernels = Kernels({"fwd": config}, problem, tensors, softmax_scale, device_index)
+        return kernels.chain, kernels.block()
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: torch.Tensor
@@ -344,7 +354,7 @@ class BackwardPlan:
                  parts: Mapping[str, int] = MappingProxyType({}), order: str = "", lead: int = 0) -> None:  # fmt: skip
         """``configs``, ``parts``, ``order``: as ``Kernels`` has them; ``lead``: of dq, as ``ForwardPlan`` has it of o."""
         self.order, self.lead = order, lead
-        dq, dk, dv = empty_gradients(q, k, v, lead)
+        dq, dk, dv = empty_gradients(*map(without_memory, (q, k, v)), lead=lead)
         rows = tuple(q.shape[:3])
         tensors = {
             "q": q,

@@ -11,7 +11,7 @@ from fa2tune.launching import group_parts, launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import InterpretedChain, Strides, TensorPlace, bind, chain, form, strides_of
-from fa2tune.launching.passes import Fresh, empty_gradients, placed
+from fa2tune.launching.passes import Fresh, empty_gradients, placed, without_memory
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
 
@@ -81,7 +81,7 @@ class WholePlan(ABC):
     ) -> None:  # fmt: skip
         """``lead``: as ``passes.BackwardPlan`` has it."""
         self.config, self.lead = config, lead
-        dq, dk, dv = empty_gradients(q, k, v, lead)
+        dq, dk, dv = empty_gradients(*map(without_memory, (q, k, v)), lead=lead)
         lse = torch.empty(tuple(q.shape[:3]), device="meta")
         tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, "dq": dq[:, :, lead:], "dk": dk, "dv": dv}
         tensors |= {} if dlse is None else {"dlse": dlse}

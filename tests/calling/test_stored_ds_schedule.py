@@ -272,7 +272,8 @@ def test_without_memory_for_ds_the_split_kernels_serve_from_then_on(
             return "of split kernels"
 
     class NoMemory(stored_ds.StoredDsPlan):
-        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def __init__(self, *_: Any, lead: int = 0, **__: Any) -> None:
+            self.lead = lead
 
         def fresh(self) -> Any:
             made.append("asked")
