@@ -41,7 +41,7 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     as they have to be."""
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
     usual = bwd_dkdv_ds.of_row(problem, choices[DKDV].of_row.config)
-    usual["SLICES"] = _slices(problem, gpu)
+    usual["SLICES"] = slices(problem, gpu)
     band, found = usual["HEADS_PER_WAVE"], {named(usual): usual}
     spec, space = problem.specialization, stored_ds.kernel(problem, gpu.arch).space
     has_room = bwd_dkdv_ds.tile_after_tile(spec, usual) is not None
@@ -56,7 +56,8 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     return found
 
 
-def _slices(problem: Problem, gpu: Gpu) -> int:
+def slices(problem: Problem, gpu: Gpu) -> int:
+    """Fewest that memory allows."""
     return stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * stored_ds_schedule.MOST_MEMORY), gpu.arch)
 
 
@@ -70,7 +71,7 @@ def wanted(problem: Problem, gpu: Gpu) -> bool:
     if problem.head_dim != problem.head_dim_v or not stored_ds_schedule.asked(problem, gpu):
         return False
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
-    if DKDV not in choices or not _slices(problem, gpu):
+    if DKDV not in choices or not slices(problem, gpu):
         return False
     made = candidates(problem, gpu).values()
     return (

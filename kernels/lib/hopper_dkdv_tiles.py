@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.division import Divisors
 from fa2tune.kernels.lib.hopper import (
+    await_kernel_before,
     fence_async_shared,
     mbarrier,
     opaque,
@@ -350,6 +351,7 @@ def _dk_over_queries(acc, going, left, delta, ds, ds_smem, member, smem, barrier
 def consume_dk(memory, ds, ds_smem, smem, barriers, walk, call, QUERY_BLOCKS: gl.constexpr, form):
     """Four warps: dP^T = V dO^T, dS^T = P^T (dP^T - delta), which goes to memory, and dK += dS^T Q. This group alone reads
     V: dK leaves through its slot."""
+    await_kernel_before()  # which makes delta, or of an earlier slice reads dS
     rounds = _rounds(walk)
     going = _started(
         memory.delta, 0.0, smem.do, barriers.do_ready, barriers.do_empty, walk, call, QUERY_BLOCKS, form

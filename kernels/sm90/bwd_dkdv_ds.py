@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import tile_and_head
 from fa2tune.kernels.lib.hopper import (
+    await_kernel_before,
     fence_async_shared,
     mbarrier,
     opaque,
@@ -30,6 +31,7 @@ from fa2tune.kernels.lib.hopper_dkdv import (
 )
 from fa2tune.kernels.lib.hopper_dkdv_tiles import TileBarriers, Walk, consume_dk, consume_dv, produce_tiles
 from fa2tune.kernels.lib.hopper_forward import slots
+from fa2tune.kernels.lib.hopper_fused import do_once
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     alike,
@@ -49,6 +51,7 @@ from fa2tune.search_spaces.sm90 import bwd_dq_ds
 from fa2tune.spec.variant import Variant
 
 PRODUCER_REGISTERS = gl.constexpr(24)
+_START_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -97,6 +100,7 @@ def _over_queries(acc, dp, delta_values, h, done, total, delta, ds, ds_smem, sme
 def _consume(memory, ds, ds_smem, smem, barriers, tile, call, form):
     """Four warps: dP^T = V dO^T, dS^T = P^T (dP^T - delta), which goes to memory, and dK += dS^T Q."""
     delta = memory.delta  # first: a loop carries variables in the order of their first assignments
+    await_kernel_before()  # which makes delta, or of an earlier slice reads dS
     s_layout: gl.constexpr = product_layout(form.BLOCK_M)
     n_blocks = tile.end - tile.first
     total = tile.group * n_blocks
@@ -140,7 +144,9 @@ def bwd_dkdv_ds_hopper_kernel(
     """q, do [B, Hq, Sq, D / DV], k, v [B, Hkv, Sk, D / DV] by descriptors, lse and delta [B, Hq, Sq] float32 -> dk, dv, and ds
     [B, Hq, keys, rows] in their dtype: dS transposed, in whole blocks, of the blocks that the mask does not hide. Rows and keys
     behind the last are finite there. Columns behind BLOCK_D or BLOCK_DV, where REST_D or REST_DV is not 0, by descriptors of
-    their own, q_rest, ..., dv_rest."""
+    their own, q_rest, ..., dv_rest. It starts early: one group waits for delta. The next kernel may start once all programs of
+    this one have."""
+    do_once(_START_NEXT)
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
     window = (window_left, window_right)
@@ -217,6 +223,7 @@ VARIANT = Variant(
     grid_dimensions=("DQ_GROUPS", "SLICES"),
     min_arch=90,
     max_arch=90,
+    early=lambda _problem, _config, _sm_count: True,
     before=("portable/bwd_delta",),
     after=("sm90/bwd_dq_ds",),
     passes_on=bwd_dq_ds.passed_on,

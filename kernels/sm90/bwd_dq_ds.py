@@ -6,7 +6,15 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import fence_async_shared, load_block, mbarrier, opaque, tma_store_wait, warpgroup_mma
+from fa2tune.kernels.lib.hopper import (
+    await_kernel_before,
+    fence_async_shared,
+    load_block,
+    mbarrier,
+    opaque,
+    tma_store_wait,
+    warpgroup_mma,
+)
 from fa2tune.kernels.lib.hopper_parts import (
     descriptors_of,
     load_parts,
@@ -70,6 +78,7 @@ def _bytes_of(descriptors):
 @gluon.jit
 def _produce(k, ds, smem, ready, empty, tile, form):
     """One warp: blocks of K and of dS through a ring, the last key block first."""
+    await_kernel_before()
     for j in range(tile.n_all):
         row = (tile.n_all - 1 - j) * form.BLOCK_N
         stage = j % form.STAGES
@@ -123,7 +132,8 @@ def bwd_dq_ds_hopper_kernel(
 ):  # fmt: skip
     """k [B, Hkv, Sk, D], ds [B, Hq, keys, rows] (dS transposed, in whole blocks; those that the mask hides hold anything) by
     descriptors -> dq [B, Hq, Sq, D]. The heads whose dS was written last are the first, as the L2 still holds it. Rows see
-    all keys up to one, LAST_KEY of the mask, in which case the longest tiles of a head are first, or all."""
+    all keys up to one, LAST_KEY of the mask, in which case the longest tiles of a head are first, or all. It starts early, and
+    waits for the kernel that writes ds."""
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     tiles = gl.cdiv(seqlen_q, BLOCK_M)
     head = gl.program_id(0) // tiles
@@ -178,4 +188,5 @@ VARIANT = Variant(
     used=lambda spec, config: used_by(spec, part_dims(spec, config), ("D",)),
     min_arch=90,
     max_arch=90,
+    early=lambda _problem, _config, _sm_count: True,
 )  # fmt: skip
