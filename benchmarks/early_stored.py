@@ -29,6 +29,7 @@ from fa2tune.calling.schedules import stored_ds_schedule
 from fa2tune.gpus import Gpu
 from fa2tune.launching import cuda, stored_ds
 from fa2tune.launching.overlapped import DKDV
+from fa2tune.search_spaces.sm90 import bwd_dkdv_ds
 from fa2tune.spec.problem import Config, Problem
 
 MOST_US = 600.0
@@ -41,10 +42,13 @@ def best(problem: Problem, gpu: Gpu) -> Config | None:
     count = stored_tiles.slices(problem, gpu)
     if DKDV not in choices or not count:
         return None
-    found = stored_ds_schedule.configs(problem, choices[DKDV].of_row.config)
-    return min(
-        ({**one, "SLICES": count} for one in found), key=lambda one: stored_ds_schedule.stored_us(problem, one, gpu)
-    )
+    several = problem.key_tiles(bwd_dkdv_ds.BLOCK) * problem.heads_kv > gpu.sm_count  # tiles a program
+    found = [
+        {**one, "SLICES": count}
+        for one in stored_ds_schedule.configs(problem, choices[DKDV].of_row.config)
+        if several or not one["PERSISTENT"]
+    ]
+    return min(found, key=lambda one: stored_ds_schedule.stored_us(problem, one, gpu))
 
 
 def wanted(problem: Problem, gpu: Gpu) -> bool:
