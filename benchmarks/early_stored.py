@@ -6,7 +6,8 @@
     python benchmarks/early_stored.py --table early_stored.json                             # a file, as text, with estimates
 
 --drawn: backwards that benchmarks/random_calls.py draws by that seed, in up to MOST_US microseconds by the estimate. --call: as
-benchmarks/query_tiles.py has it, whose measuring this is. What serves is timed next to both.
+benchmarks/query_tiles.py has it, whose measuring this is. What serves is timed next to both, and what would without dS in
+memory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fa2tune.search_spaces.sm90 import bwd_dkdv_ds
 from fa2tune.spec.problem import Config, Problem
 
 MOST_US = 600.0
-EARLY, AFTER = "started early", "one after the other"
+EARLY, AFTER, OTHERWISE = "started early", "one after the other", "without dS in memory"
 
 
 def best(problem: Problem, gpu: Gpu) -> Config | None:
@@ -61,6 +62,8 @@ def plans(ours: Problem, gpu: Gpu, given: Mapping[str, Any]) -> Iterator[tuple[s
     """What is timed: name and plan."""
     strategy, choices = choosing.choose_backward(choosing.Chooser(ours, gpu), False)
     yield query_tiles.SERVED, backward_plans.backward_plan(ours, strategy, choices, gpu, given, True)
+    with mock.patch.object(stored_ds_schedule, "STORED_DS", False):
+        yield OTHERWISE, backward_plans.backward_plan(ours, strategy, choices, gpu, given, True)
     config = best(ours, gpu)
     assert config is not None
     yield EARLY, stored_ds.StoredDsPlan(ours, **given, config=config)
@@ -73,11 +76,8 @@ def line(name: str, call: Mapping[str, Any]) -> str:
     problem, gpu = posed(call), gpus.named("h200")
     config = best(problem, gpu)
     assert config is not None
-    us, said = (
-        stored_ds_schedule.stored_us(problem, config, gpu),
-        ", ".join(f"{one} {us}" for one, us in call["us"].items()),
-    )
-    return f"{name}: {workloads.described(problem)}: {said}; estimated {us:.1f}"
+    us, said = stored_ds_schedule.stored_us(problem, config, gpu), (f"{one} {us}" for one, us in call["us"].items())
+    return f"{name}: {workloads.described(problem)}: {', '.join(said)}; estimated {us:.1f}"
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])

@@ -2,7 +2,7 @@
 ones see none: their output and gradients are 0, their lse is -inf. Kernels compute them like others, a tile after the other.
 Where it takes less time, they are filled in. Kernels get the queries behind them, and write into the whole tensor.
 
-Estimated by constants of an H200 from drawn calls, docs/experiments/schedule.md.
+Estimated by constants that are fitted to times of an H200 (``benchmarks/filled_in.py``, docs/experiments/schedule.md).
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from fa2tune.launching.passes import lse_of, lse_shape
 from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import BACKWARD, ITEMSIZE, Problem
 
-#: Microseconds that a tile of so many such rows takes in a forward: Q is loaded, and zeros are stored.
-BLIND_TILE, BLIND_TILE_US = 128, 4.5
-#: Elements that a backward reads and writes at least for an element of dq: q, o, do and dq, by the split kernels. The fused one
-#: moves o, do, dq and float32 sums twice, which is more.
-TRAFFIC = 4
-#: Share of the memory's bandwidth that this and fills reach; launches that are added, and microseconds of each: fills of o and
-#: lse and a copy of lse; a fill of dq and a copy of lse.
-RATE, LAUNCHES, LAUNCH_US = 0.7, {"fwd": 3, BACKWARD: 2}, 2.0
+#: Rows of a tile; microseconds of one such tile, and of each column of its head dims, the mean of Q's and V's: a tile loads and
+#: stores, and computes nothing that counts.
+BLIND_TILE, TILE_US, COLUMN_US = 128, {"fwd": 0.6, BACKWARD: 1.6}, {"fwd": 0.022, BACKWARD: 0.034}
+#: Share of the memory's bandwidth that fills reach.
+RATE = 0.7
+#: Launches that are added: fills of o and lse and a copy of lse; a fill of dq and a copy of lse. Microseconds of one.
+LAUNCHES, LAUNCH_US = {"fwd": 3, BACKWARD: 2}, {"fwd": 1.65, BACKWARD: 1.0}
 #: Bytes of an element that fills take at a time.
 WORD = 16
-#: What is saved must be so many times what is added, and more by so many microseconds: the host launches more.
-TIMES, MARGIN_US = 1.2, 9.0
+#: What is saved must be more than what is added by so many microseconds: the host launches more.
+MARGIN_US = 2.0
 
 
 def count(problem: Problem) -> int:
@@ -43,11 +42,12 @@ def count(problem: Problem) -> int:
 
 def estimate(problem: Problem, gpu: Gpu, pass_: str) -> tuple[float, float]:
     """Microseconds that filling them in saves, and that it adds. ``pass_``: "fwd" or "bwd"."""
-    rows, heads = count(problem), problem.batch * problem.heads_q
+    rows = count(problem) * problem.batch * problem.heads_q
+    columns = (problem.head_dim + problem.head_dim_v) / 2
+    computed = rows / BLIND_TILE / gpu.sm_count * (TILE_US[pass_] + columns * COLUMN_US[pass_])
     dim = problem.head_dim_v if pass_ == "fwd" else problem.head_dim
-    filled = rows * heads * dim * ITEMSIZE[problem.dtype] / (gpu.hbm_gbs * 1e3 * RATE)
-    computed = BLIND_TILE_US * heads * rows / BLIND_TILE / gpu.sm_count
-    return computed if pass_ == "fwd" else TRAFFIC * filled, filled + LAUNCHES[pass_] * LAUNCH_US
+    filled = rows * dim * ITEMSIZE[problem.dtype] / (gpu.hbm_gbs * 1e3 * RATE)
+    return computed, filled + LAUNCHES[pass_] * LAUNCH_US[pass_]
 
 
 def filled_in(problem: Problem, gpu: Gpu, pass_: str) -> int:
@@ -58,7 +58,7 @@ def filled_in(problem: Problem, gpu: Gpu, pass_: str) -> int:
     if problem.wide:  # o and dq have strides of the whole; the problem behind it may not know that these need 64 bits
         return 0
     saved, added = estimate(problem, gpu, pass_)
-    return rows if saved > max(TIMES * added, added + MARGIN_US) else 0
+    return rows if saved > added + MARGIN_US else 0
 
 
 def behind(problem: Problem, rows: int) -> Problem:

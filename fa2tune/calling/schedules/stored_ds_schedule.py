@@ -40,20 +40,22 @@ class MainPace(NamedTuple):
     block: float  #: of 64 queries and 64 keys
     masked: float  #: how many times as long one takes under a mask
     ends: float  #: a tile's start and end
+    program: float  #: a program's, besides
 
 
-#: Of programs that take one tile, and tile after tile. Fitted with ``benchmarks/stored_tiles.py``, 6.6 % off, root mean square.
-ONE_TILE, TILE_AFTER_TILE = MainPace(1.5, 1.08, 6.9), MainPace(1.45, 1.18, 3.87)
+#: Of programs that take one tile, and tile after tile. Fitted with ``benchmarks/stored_tiles.py`` and
+#: ``benchmarks/early_stored.py``, 7.8 % off, root mean square.
+ONE_TILE, TILE_AFTER_TILE = MainPace(1.5, 1.08, 7.2, 0.0), MainPace(1.45, 1.18, 4.8, 2.8)
 #: A block where the head dims of Q and V differ takes so many times what their columns say: five calls, 1.01 to 1.13 too high.
 APART = 0.93
 #: Bands of heads, a tile of each in turn, under a mask; and without one, where all tiles are as long.
 BANDS, UNMASKED_BAND = (1, 2, 4, 8, 16, 64), 4
 #: Of the kernel behind it: 64 keys of the 64 rows of a group, for each of COLUMNS columns; and a tile's start and end, of 512.
-DQ_BLOCK_US, DQ_COLUMNS, DQ_ENDS_US = 0.158, 192, 6.44
+DQ_BLOCK_US, DQ_COLUMNS, DQ_ENDS_US = 0.158, 192, 5.8
 #: Share of the memory's bandwidth at which that kernel reads dS, at most.
 DS_RATE = 0.39
-#: Of the call and its three launches; of both launches of one more slice; and of delta's launch at least.
-CALL_US, SLICE_US, DELTA_US = 8.6, 3.8, 1.9
+#: Of both launches of one more slice; and of delta's launch at least. Kernels start early, so that launches add nothing else.
+SLICE_US, DELTA_US = 3.8, 1.9
 #: It must be predicted to be faster than what serves otherwise by this share; than both split kernels at a time, whose time is
 #: predicted up to 15 % too high, by the second (5 x 1 heads, 1582 queries of 7061 keys, 160: 276 us, at a time 217).
 MARGIN, AT_A_TIME_MARGIN = 0.06, 0.08
@@ -87,7 +89,8 @@ def _main_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     tiles = _main_tiles(problem, config)
     if not config["PERSISTENT"]:
         return split_backward_schedule.last(tiles, gpu.sm_count)
-    return _busiest_us(tiles, gpu.sm_count)
+    _, ends = split_backward_schedule.shares(problem, config)
+    return _busiest_us(tiles, gpu.sm_count) + ends * TILE_AFTER_TILE.program
 
 
 def _dq_tiles(problem: Problem, config: Config) -> Tiles:
@@ -113,7 +116,7 @@ def stored_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     delta = max(DELTA_US, 2 * rows * problem.head_dim_v * ITEMSIZE[problem.dtype] / BYTES_PER_US)
     each = Counter(one.of(problem) for one in stored_ds.slices(problem, config["SLICES"]))
     busy = sum(count * _slice_us(one, config, gpu) for one, count in each.items())
-    return CALL_US + (sum(each.values()) - 1) * SLICE_US + delta + busy
+    return (sum(each.values()) - 1) * SLICE_US + delta + busy
 
 
 def configs(problem: Problem, row: Config) -> list[Config]:
