@@ -16,7 +16,11 @@ from fa2tune.spec.extent import Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import BACKWARD, Problem
 
-RECORD = json.loads(gzip.decompress((BENCHMARKS / "calls/filled_in.json.gz").read_bytes()))["calls"]
+#: The first one is what the estimate was fitted to.
+RECORD, HELD_OUT = (
+    json.loads(gzip.decompress((BENCHMARKS / f"calls/{name}.json.gz").read_bytes()))["calls"]
+    for name in ("filled_in", "filled_in_held_out")
+)
 H200, A100 = gpus.named("h200"), gpus.named("a100")
 LONG = Problem("bf16", 24, 1, 1, 11465, 142, 56, 56, CAUSAL)
 
@@ -62,17 +66,17 @@ def test_when_they_are_filled_in():
 
 @pytest.mark.parametrize("pass_", ["fwd", BACKWARD])
 def test_what_is_filled_in_was_faster(pass_: str) -> None:
-    """Of the recorded calls; and calls that are computed were not slower by more than what the margin allows."""
+    """Of recorded calls, within 1 %; and calls that are computed were not slower by more than what the margin allows."""
     taken = 0
-    for call in RECORD.values():
+    for call in (*RECORD.values(), *HELD_OUT.values()):
         problem = script("dense_backwards").posed(call)
         filled, computed = call[pass_]["filled in"], call[pass_]["computed"]
         if unseen.filled_in(problem, H200, pass_):
             taken += 1
-            assert filled < computed, call
+            assert filled < 1.01 * computed, call
         else:
             assert computed < filled * 1.02 + unseen.MARGIN_US, call
-    assert taken > 10
+    assert taken > 35
 
 
 def test_explain_says_so_and_names_what_serves_the_others():
