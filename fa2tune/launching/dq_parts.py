@@ -29,7 +29,7 @@ def most_parts(problem: Problem, tuned: Variant, arch: int) -> int:
     """Into how many parts at most; 1: into none."""
     if WARP_SPECIALIZED not in tuned.implementations or not problem.tma:
         return 1
-    if companion_path(BWD_DQ_COMBINE, replace(problem, mask=FULL).specialization, arch) is None:
+    if not can_combine(problem, arch):
         return 1
     return max(1, companion_most(BWD_DQ_SPLIT, problem.specialization, arch, "SPLITS"))
 
@@ -49,15 +49,23 @@ def splitting(problem: Problem, arch: int) -> Variant:
     return companion(BWD_DQ_SPLIT, problem.specialization, arch)
 
 
-def kernels(problem: Problem, parts: int, arch: int) -> list[tuple[Variant, Config, Problem]]:
-    """What runs, in order, each with its config and a problem whose specialization it is compiled for: one binary of the second
-    serves all masks."""
+def combining(problem: Problem, arch: int) -> tuple[Variant, Config, Problem]:
+    """What adds the parts up, with its config and a problem whose specialization it is compiled for: one binary serves all
+    masks."""
     plain = replace(problem, mask=FULL)
-    split, combine = splitting(problem, arch), companion(BWD_DQ_COMBINE, plain.specialization, arch)
-    return [
-        (split, space_file(split.name).config_of(problem.specialization, parts), problem),
-        (combine, combine.space.default(plain.specialization, arch), plain),
-    ]
+    combine = companion(BWD_DQ_COMBINE, plain.specialization, arch)
+    return combine, combine.space.default(plain.specialization, arch), plain
+
+
+def can_combine(problem: Problem, arch: int) -> bool:
+    """Whether that is there."""
+    return companion_path(BWD_DQ_COMBINE, replace(problem, mask=FULL).specialization, arch) is not None
+
+
+def kernels(problem: Problem, parts: int, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """What runs, in order, each with its config and a problem whose specialization it is compiled for."""
+    split = splitting(problem, arch)
+    return [(split, space_file(split.name).config_of(problem.specialization, parts), problem), combining(problem, arch)]
 
 
 def workspaces(problem: Problem, parts: int) -> Workspaces:

@@ -9,7 +9,6 @@ parts: ``calling/schedules/query_tiles_schedule.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -21,9 +20,8 @@ from fa2tune.launching.cuda import Chain
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import InterpretedChain, Strides
 from fa2tune.launching.whole_backward import WholePlan, in_one_block, launches_of, parts_of_keys
-from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem
-from fa2tune.spec.roles import BWD_DQ_COMBINE, BWD_GATHER, BWD_QUERY_TILES
+from fa2tune.spec.roles import BWD_GATHER, BWD_QUERY_TILES
 from fa2tune.spec.variant import Variant, Workspaces
 
 
@@ -34,10 +32,7 @@ def able(problem: Problem, arch: int) -> bool:
 
 def can(problem: Problem, config: Config, arch: int) -> bool:
     """Whether the kernels that run after it are there."""
-    if (
-        config["SPLITS"] > 1
-        and companion_path(BWD_DQ_COMBINE, replace(problem, mask=FULL).specialization, arch) is None
-    ):
+    if config["SPLITS"] > 1 and not dq_parts.can_combine(problem, arch):
         return False
     return tiles(problem, config) == 1 or group_parts.can(problem, arch, [BWD_GATHER])
 
@@ -63,9 +58,7 @@ def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, 
     of those behind the first serves all masks."""
     found = [(companion(BWD_QUERY_TILES, problem.specialization, arch), config, problem)]
     if config["SPLITS"] > 1:
-        plain = replace(problem, mask=FULL)
-        combine = companion(BWD_DQ_COMBINE, plain.specialization, arch)
-        found.append((combine, combine.space.default(plain.specialization, arch), plain))
+        found.append(dq_parts.combining(problem, arch))
     if tiles(problem, config) > 1:
         found.append(group_parts.gather(problem, arch))
     main, *behind = found

@@ -3,7 +3,8 @@ the kernel of the role bwd_stored_ds, and dQ of dS by the one after it. Delta is
 
 dS takes two bytes a pair of query and key, so a call may run in slices, of batch entries or of key heads of one: both kernels
 of a slice, over views of the tensors, and then the next slice in the same memory. Results have the same bits on every run, in
-however many slices. Which calls, and how many: ``calling/schedules/stored_ds_schedule.py``.
+however many slices. Where tiles of queries are few, their keys are split into DQ_SPLITS parts, and the role bwd_dq_combine adds
+these up, in a fixed order. Which calls, and how many: ``calling/schedules/stored_ds_schedule.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from fa2tune.compiling.compiler import around
 from fa2tune.compiling.registry import space_file
 from fa2tune.compiling.support import companion, companion_most, companion_path
-from fa2tune.launching import launch
+from fa2tune.launching import dq_parts, launch
 from fa2tune.launching.cuda import Chain, Launch
 from fa2tune.launching.launch import Strides, Workspace, bind, form, strides_of
 from fa2tune.launching.passes import placed
@@ -89,6 +90,14 @@ def slices(problem: Problem, count: int) -> list[Slice]:
     return [Slice(entry, 1, *some) for entry in range(problem.batch) for some in heads]
 
 
+def most_splits(problem: Problem, config: Config, arch: int) -> int:
+    """Parts that the keys of dQ may be split into: each has a block."""
+    if config["SLICES"] > 1 or not dq_parts.can_combine(problem, arch):
+        return 1
+    most = companion_most(BWD_STORED_DS, problem.specialization, arch, "DQ_SPLITS")
+    return min(most, -(-problem.seqlen_k // config["BLOCK_N"]))
+
+
 def kernel(problem: Problem, arch: int) -> Variant:
     """What makes dK, dV and dS. ValueError: none can."""
     return companion(BWD_STORED_DS, problem.specialization, arch)
@@ -98,14 +107,22 @@ def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, 
     """What runs for a config, each once, in order, with its config and a problem whose specialization it is compiled for."""
     main = kernel(problem, arch)
     before, after = around(main, problem.specialization, config, arch)
-    return [(*one, problem) for one in (*before, (main, config), *after)]
+    found = [(*one, problem) for one in (*before, (main, config), *after)]
+    if config["DQ_SPLITS"] > 1:
+        combine, its_config, plain = dq_parts.combining(problem, arch)
+        found.append((combine, {**its_config, "EARLY": True}, plain))
+    return found
 
 
 def workspaces(problem: Problem, config: Config, arch: int) -> Workspaces:
     """Memory for delta, and for dS of the largest slice, which is the first."""
     largest = slices(problem, config["SLICES"])[0].of(problem)
     rows = problem.batch, problem.heads_q, problem.seqlen_q
-    return {"delta": (rows, "fp32"), "ds": (ds_shape(largest, arch), "")}
+    return {
+        "delta": (rows, "fp32"),
+        "ds": (ds_shape(largest, arch), ""),
+        **dq_parts.workspaces(problem, config["DQ_SPLITS"]),
+    }
 
 
 def _begins(problem: Problem, one: Slice, strides: Strides) -> dict[str, int]:
@@ -136,7 +153,7 @@ def bound(
             ours = {**spaces, "ds": Workspace(ds_shape(posed, arch), spaces["ds"].dtype, spaces["ds"].start)}
             memory = form(variant, posed.specialization, its_config).passed
             names = tuple(name for name, tensor in memory.items() if tensor in index or tensor in ours)
-            launched = bind(variant, posed, its_config, strides, softmax_scale, names, device_index, ours)
+            launched = bind(variant, posed, its_config, strides, softmax_scale, names, device_index, ours, scalars)
             assert isinstance(launched, Launch)  # no interpreter runs these kernels
             known[key] = launched, [memory[name] for name in names]
         launched, wanted = known[key]
@@ -144,13 +161,18 @@ def bound(
         begun = (begins.get(name, 0) for name in wanted)
         made.append((launched, [(which, start + more) for (which, start), more in zip(places, begun, strict=True)]))
 
-    *before, main, dq = kernels(problem, config, arch)
+    scalars = {"SPLITS": config["DQ_SPLITS"]}
+    made_by = kernels(problem, config, arch)
+    first = next(nth for nth, (variant, *_) in enumerate(made_by) if variant is kernel(problem, arch))
+    before, (main, dq), behind = made_by[:first], made_by[first : first + 2], made_by[first + 2 :]
     for one in before:
         add(*one, {})
     for some in slices(problem, config["SLICES"]):
         begins = _begins(problem, some, strides)
         for variant, its_config, _ in (main, dq):
             add(variant, its_config, some.of(problem), begins)
+    for one in behind:
+        add(*one, {})
     return Chain(made, device_index), [torch.empty(size, dtype=torch.uint8, device="meta")]
 
 

@@ -134,7 +134,9 @@ ROLES = {
         ("BLOCK_N", "SPLITS"),
         {"fits": _ASKED, "config_of": ("spec", "splits")},
     ),
-    BWD_DQ_COMBINE: Role("adds up dq_parts, of bwd_dq_split or bwd_query_tiles", ("dq_parts", "dq")),
+    BWD_DQ_COMBINE: Role(
+        "adds up dq_parts, of bwd_dq_split, of bwd_query_tiles or of what makes dQ of dS", ("dq_parts", "dq")
+    ),
     BWD_ONE_TILE: Role(
         "a whole backward of at most BLOCK_N keys, BLOCK_M queries at a time; in PARTS parts of these, bwd_gather runs after",
         ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv"),
@@ -154,9 +156,10 @@ ROLES = {
         {"fits": _ASKED, "rows_of": ("spec",), "config_of": ("spec", "rows", "splits"), "at_once": ("spec", "config")},
     ),
     BWD_STORED_DS: Role(
-        "dK, dV and, in memory, dS transposed, in whole blocks of 64 x 64; the kernel after it makes dQ of dS",
+        "dK, dV and, in memory, dS transposed, in whole blocks of 64 x 64; the kernel after it makes dQ of dS, "
+        "of DQ_SPLITS parts of the keys, after which bwd_dq_combine runs",
         ("q", "k", "v", "do", "lse", "delta", "ds", "dk", "dv"),
-        ("DQ_GROUPS", "SLICES"),
+        ("DQ_GROUPS", "DQ_SPLITS", "SLICES"),
         {"fits": _ASKED, "of_row": ("problem", "config"), "ds_shape": ("problem",)},
     ),
 }

@@ -20,6 +20,7 @@ THREE_GROUPS = 192
 #: 1 to 4 % faster in the mean at others. Up to so many they take 2 to 7 % longer.
 FEW_COLUMNS = 144
 MOST_SLICES = 256
+MOST_DQ_SPLITS = 64  #: that kernels/sm90/bwd_dq_ds.py has
 MOST_STAGES = 4
 
 
@@ -33,7 +34,7 @@ def config_of(spec: Specialization, heads: int = 1) -> Config:
     """One tile a program. ``heads``: of a band. Mostly more stages or P gain nothing: docs/experiments/split-backward.md."""
     found = {
         "BLOCK_M": BLOCK, "BLOCK_N": BLOCK, "STAGES": 3, "P_STAGES": 1, "HEADS_PER_WAVE": heads, "PERSISTENT": False,
-        "IN_PARTS": parts_pay(spec), "SLICES": 1, "num_warps": 4,
+        "IN_PARTS": parts_pay(spec), "SLICES": 1, "DQ_SPLITS": 1, "num_warps": 4,
     }  # fmt: skip
     if shared_bytes(found, spec) > SHARED_BYTES:
         found["STAGES"] = 2
@@ -83,6 +84,7 @@ SPACE = SearchSpace(
         "P_STAGES": (1, 2),  # tiles of P on their way from one group to the other
         "HEADS_PER_WAVE": (1, 2, 4, 8, 16, 64),
         "DQ_GROUPS": (2, 3),  # of the kernel behind it
+        "DQ_SPLITS": tuple(range(1, MOST_DQ_SPLITS + 1)),  # parts of the keys there
         "IN_PARTS": (False, True),  # head dims are computed as sums of two powers of two
         "SLICES": tuple(
             range(1, MOST_SLICES + 1)
@@ -106,6 +108,12 @@ SPACE = SearchSpace(
             "PERSISTENT needs three stages or more",
             "the last block of a tile, K and V of the next tile and its first block are there at the same time",
             lambda config, spec, arch: not config["PERSISTENT"] or config["STAGES"] >= 3,
+        ),
+        Constraint(
+            "splits_of_whole_calls",
+            "DQ_SPLITS above 1 needs SLICES 1",
+            "slices would add up their parts in turn; few tiles of queries have no need of slices",
+            lambda config, spec, arch: config["DQ_SPLITS"] == 1 or config["SLICES"] == 1,
         ),
         Constraint(
             *TILES_FIT,

@@ -42,6 +42,8 @@ RECORD = json.loads(gzip.decompress((BENCHMARKS / "calls/stored_tiles.json.gz").
 #: so many microseconds more.
 EARLY = json.loads(gzip.decompress((BENCHMARKS / "calls/early_stored.json.gz").read_bytes()))["calls"]
 STARTED_EARLY_US = 1.7
+#: dQ with its keys in one part and in several, by a config that need not serve; "served": with a margin of 0.06.
+PARTS = json.loads(gzip.decompress((BENCHMARKS / "calls/stored_parts.json.gz").read_bytes()))["calls"]
 CALLS: dict[str, Problem] = {name: problem for name, (problem, _) in script("dense_backwards").STORED_CALLS.items()}
 LONG = CALLS["176"]
 
@@ -108,11 +110,28 @@ def test_estimates_of_kernels_that_start_early_are_near_their_times() -> None:
 
 @pytest.mark.parametrize("name", EARLY)
 def test_what_is_taken_is_not_much_slower_than_what_served_before(name: str) -> None:
-    """And what gained a tenth is taken."""
+    """And what gained an eighth is taken."""
     problem, us = script("dense_backwards").posed(EARLY[name]), EARLY[name]["us"]
     gain, taken = us["served"] / us["started early"], whole(problem)
     assert taken is None or gain > 0.9 or taken.config["PERSISTENT"]  # served in a better band
-    assert gain < 1.1 or taken is not None or unseen.filled_in(problem, H200, BACKWARD)
+    assert gain < 1.125 or taken is not None or unseen.filled_in(problem, H200, BACKWARD)
+
+
+def test_parts_of_the_keys_are_near_the_fastest_that_were_timed() -> None:
+    """Of recorded calls that take dS in memory: its parts next to the fastest number, the choice next to other kernels."""
+    lost, chosen, in_parts = list[float](), list[float](), 0
+    for call in PARTS.values():
+        problem, us = script("dense_backwards").posed(call), call["us"]
+        if (taken := whole(problem)) is None:
+            continue
+        parts = taken.config["DQ_SPLITS"]
+        in_parts += parts > 1
+        times = {name: time for name, time in us.items() if name.startswith("parts")}
+        if f"parts: {parts}" in times:
+            lost.append(times[f"parts: {parts}"] / min(times.values()))
+        chosen.append(us["served"] / us["without dS in memory"])
+    assert in_parts >= 6 and len(lost) > 60 and max(lost) < 1.06 and statistics.fmean(lost) < 1.01, lost
+    assert statistics.geometric_mean(chosen) < 0.9 and max(chosen) < 1.13, chosen
 
 
 @pytest.mark.parametrize("name", FIRST_RECORD)
@@ -183,7 +202,7 @@ def test_off_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_has_to_be_worth_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     time, _ = best(LONG)
-    for share, taken in ((1.06, False), (1.07, True)):
+    for share, taken in ((1.11, False), (1.12, True)):
         monkeypatch.setattr(split_backward_schedule, "predicted_us", lambda *_, share=share, **__: share * time)
         assert (whole(LONG) is not None) is taken
 

@@ -29,6 +29,7 @@ class Case(NamedTuple):
     mask: str
     groups: int  #: of dQ's kernel
     turns: bool = False  #: a program takes tile after tile
+    splits: int = 1  #: parts of the keys there
 
     @property
     def spec(self) -> Specialization:
@@ -36,7 +37,7 @@ class Case(NamedTuple):
 
     @property
     def config(self) -> Config:
-        usual = {**MAIN.space.default(self.spec, 90), "DQ_GROUPS": self.groups}
+        usual = {**MAIN.space.default(self.spec, 90), "DQ_GROUPS": self.groups, "DQ_SPLITS": self.splits}
         return (self.turns and bwd_dkdv_ds.tile_after_tile(self.spec, usual)) or usual
 
     @property
@@ -61,6 +62,8 @@ CASES = [
     Case((192, 192), "causal", 3, True),
     Case((160, 160), "full", 3, True),
     Case((136, 136), "causal", 2, True),
+    Case((256, 256), "causal", 2, False, 5),
+    Case((160, 160), "full", 3, True, 2),
 ]
 every = pytest.mark.parametrize("case", CASES, ids=str)
 

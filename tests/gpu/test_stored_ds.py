@@ -55,8 +55,8 @@ class Posed:
         chosen = choosing.choose_backward(choosing.Chooser(self.problem, dispatch.gpu_of(0)), False)[1]
         self.configs = stored_ds_schedule.configs(self.problem, dict(chosen[DKDV].of_row.config))
 
-    def plan(self, slices: int = 1, groups: int = 0) -> stored_ds.StoredDsPlan:
-        config = {**self.configs[groups % len(self.configs)], "SLICES": slices}
+    def plan(self, slices: int = 1, groups: int = 0, splits: int = 1) -> stored_ds.StoredDsPlan:
+        config = {**self.configs[groups % len(self.configs)], "SLICES": slices, "DQ_SPLITS": splits}
         return stored_ds.StoredDsPlan(
             self.problem, self.do, self.dlse, self.q, self.k, self.v, self.o, self.scale, config
         )
@@ -91,17 +91,33 @@ def test_gradients_by_the_error_rule_and_the_same_bits_in_slices(call: tuple[Any
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("slices", [1, 2])
-def test_on_another_stream_and_in_a_graph(slices: int) -> None:
+@every
+def test_keys_of_dq_in_parts(call: tuple[Any, ...]) -> None:
+    posed = Posed(call, with_dlse=True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what is allocated is filled with NaN
+    try:
+        for groups in range(len(posed.configs)):
+            for splits in (2, 3, 7):
+                plan = posed.plan(1, groups, splits)
+                first = posed.run(plan)
+                posed.check(first)
+                for _ in range(4):
+                    assert same(posed.run(plan), first), f"{splits} parts, {groups}"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("slices", "splits"), [(1, 1), (2, 1), (1, 3)])
+def test_on_another_stream_and_in_a_graph(slices: int, splits: int) -> None:
     posed = Posed(CALLS[0])
-    plan = posed.plan(slices)
+    plan = posed.plan(slices, splits=splits)
     check_stream_and_graph(lambda: posed.run(plan), posed.run(plan))
 
 
-@pytest.mark.parametrize("slices", [1, 3])
-def test_with_memory_that_is_given_out_again(slices: int) -> None:
+@pytest.mark.parametrize(("slices", "splits"), [(1, 1), (3, 1), (1, 5)])
+def test_with_memory_that_is_given_out_again(slices: int, splits: int) -> None:
     posed = Posed(CALLS[3])
-    plan = posed.plan(slices)
+    plan = posed.plan(slices, splits=splits)
     check_memory_given_out_again(posed, plan, posed.run(plan))
 
 

@@ -146,8 +146,7 @@ def test_where_ds_finds_no_memory_split_kernels_serve(
     gpu: PublicGpu, deterministic: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Right, said once, not tried again; other lengths have it still. Where these find none either, that is the error."""
-    for margin in ("MARGIN", "AT_A_TIME_MARGIN"):
-        monkeypatch.setattr(stored_ds_schedule, margin, -100.0)
+    monkeypatch.setattr(stored_ds_schedule, "MARGIN", -100.0)
     logs.warn_once.cache_clear()
     case = Case((513, 400), (144, 144), FULL, (), deterministic=deterministic)
     given = inputs(case)
@@ -328,8 +327,7 @@ def test_they_are_by_kernels_that_make_all_of_a_backward(
 ) -> None:
     monkeypatch.setattr(one_tile_schedule, "ONE_KEY_TILE", ONE_TILE in case.runs)
     monkeypatch.setattr(query_tiles_schedule, "QUERY_TILES", QUERY_TILES in case.runs)
-    for margin in ("MARGIN", "AT_A_TIME_MARGIN"):
-        monkeypatch.setattr(stored_ds_schedule, margin, -100.0)
+    monkeypatch.setattr(stored_ds_schedule, "MARGIN", -100.0)
     given = laid(inputs(case), order)
     check(case, given)
     assert tuple(gpu.ran[-len(case.runs) :]) == case.runs

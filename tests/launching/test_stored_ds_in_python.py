@@ -60,7 +60,8 @@ class StoredGpu(PythonGpu):
         self.run(plan, [*addresses, self.place_workspaces()])
         count = len(stored_ds.slices(problem, config["SLICES"]))
         assert [variant.name for variant, *_ in self.bound] == [
-            "portable/bwd_delta", *[kernel.name, "sm90/bwd_dq_ds"] * count
+            "portable/bwd_delta", *[kernel.name, "sm90/bwd_dq_ds"] * count,
+            *["portable/bwd_dq_combine"] * (config["DQ_SPLITS"] > 1),
         ]  # fmt: skip
         for buffer in self.buffers.values():
             if buffer.name in gradients:
@@ -93,6 +94,23 @@ CALLS = [
 @pytest.mark.parametrize(("call", "changes"), CALLS, ids=str)
 def test_gradients(gpu: StoredGpu, call: Call, changes: Config) -> None:
     compare(*gpu.backward(call, changes, through_lse=call.mask == CAUSAL))
+
+
+@pytest.mark.parametrize("splits", [2, 3, 7])
+@pytest.mark.parametrize(
+    ("call", "changes"),
+    [
+        (Call(((70, 300),), (2, 1), (144, 144), FULL), {}),
+        (Call(((130, 200),), (1, 1), (256, 256), FULL, batch=2), {}),
+        (Call(((250, 400),), (2, 1), (136, 136), CAUSAL), {"DQ_GROUPS": 2}),
+        (Call(((330, 90),), (2, 1), (144, 144), CAUSAL), {}),  # rows without a key, parts without a block
+        (Call(((200, 129),), (4, 2), (64, 160), CAUSAL, batch=2), {}),
+        (Call(((193, 513),), (1, 1), (160, 160), CAUSAL), {"PERSISTENT": True}),
+    ],
+    ids=str,
+)
+def test_keys_of_dq_in_parts(gpu: StoredGpu, call: Call, changes: Config, splits: int) -> None:
+    compare(*gpu.backward(call, {"DQ_SPLITS": splits, **changes}, through_lse=call.mask == CAUSAL))
 
 
 TILES_OF_A_PROGRAM = [
@@ -159,7 +177,7 @@ def test_how_a_call_is_sliced() -> None:
             (each.batch + b, each.head + h) for each in found for b in range(each.batches) for h in range(each.heads)
         }
         assert len(whole) == 15
-        asked = stored_ds.workspaces(problem, {"SLICES": count}, 90)["ds"]
+        asked = stored_ds.workspaces(problem, {"SLICES": count, "DQ_SPLITS": 1}, 90)["ds"]
         assert 2 * math.prod(asked[0]) <= most
     assert stored_ds.fewest_slices(problem, one - 1, 90) == 0
 

@@ -229,10 +229,10 @@ def _fixed_us(problem: Problem, parts: int, splits: int, gpu: Gpu) -> float:
     fixed = CALL_US + (ORDER_US if problem.extent.ragged else 0.0) + fused_schedule.parts_us(problem, parts, gpu)
     if splits == 1:
         return fixed
-    return fixed + COMBINE_US + 2 * _sum_bytes(problem, splits) / (gpu.hbm_gbs * 1e3)
+    return fixed + COMBINE_US + 2 * sum_bytes(problem, splits) / (gpu.hbm_gbs * 1e3)
 
 
-def _sum_bytes(problem: Problem, splits: int) -> int:
+def sum_bytes(problem: Problem, splits: int) -> int:
     """Of the float32 sums of all parts of dQ."""
     return 4 * splits * problem.batch * problem.heads_q * problem.seqlen_q * problem.head_dim
 
@@ -289,7 +289,7 @@ def key_parts(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[st
         return 1
     keys = dq_parts.kernels(problem, most, gpu.arch)[0][1]["BLOCK_N"]
     tiles, blocks = _dq_tiles(problem, choices[DQ]), -(-problem.seqlen_k // keys)
-    most = min(blocks, most, MOST_BYTES // _sum_bytes(problem, 1))
+    most = min(blocks, most, MOST_BYTES // sum_bytes(problem, 1))
     counts = {min(int(turns * gpu.sm_count) // tiles.number, most) for turns in TURNS} - {0, 1}
 
     def time(splits: int) -> float:

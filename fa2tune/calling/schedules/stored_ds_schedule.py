@@ -8,6 +8,7 @@ after the other. Tiles are given out as ``split_backward_schedule`` has it; to p
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
@@ -22,7 +23,7 @@ from fa2tune.calling.schedules.tile_order import in_bands
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import space_file
 from fa2tune.gpus import Gpu
-from fa2tune.launching import stored_ds
+from fa2tune.launching import dq_parts, stored_ds
 from fa2tune.launching.overlapped import DKDV, DQ
 from fa2tune.search_spaces.lib.hopper import columns
 from fa2tune.search_spaces.sm90 import bwd_dkdv
@@ -54,11 +55,13 @@ BANDS, UNMASKED_BAND = (1, 2, 4, 8, 16, 64), 4
 DQ_BLOCK_US, DQ_COLUMNS, DQ_ENDS_US = 0.158, 192, 5.8
 #: Share of the memory's bandwidth at which that kernel reads dS, at most.
 DS_RATE = 0.39
+#: Programs that make dQ where keys are split into parts: so many times as many as multiprocessors.
+DQ_TURNS = (1, 2)
 #: Of both launches of one more slice; and of delta's launch at least. Kernels start early, so that launches add nothing else.
 SLICE_US, DELTA_US = 3.8, 1.9
-#: It must be predicted to be faster than what serves otherwise by this share; than both split kernels at a time, whose time is
-#: predicted up to 15 % too high, by the second (5 x 1 heads, 1582 queries of 7061 keys, 160: 276 us, at a time 217).
-MARGIN, AT_A_TIME_MARGIN = 0.06, 0.08
+#: It must be predicted to be faster than what serves otherwise by this share. Of 210 raced calls, the choice is then 1 % slower
+#: than the faster form in the geometric mean; 1.7 % with 0.06.
+MARGIN = 0.1
 #: Share of the GPU's memory that dS may take. Calls of more run in slices, whose kernels fill the GPU less: with half of it two
 #: sliced calls took 6 and 9 % longer, with twice as much 2 % less.
 MOST_MEMORY = 1 / 64
@@ -98,8 +101,9 @@ def _dq_tiles(problem: Problem, config: Config) -> Tiles:
     groups, wide = config["DQ_GROUPS"], columns(problem.specialization, config)[0]
     block = DQ_BLOCK_US * groups * wide / DQ_COLUMNS
     seen = split_backward_schedule.keys_seen(problem.seqlen_q, problem.seqlen_k, BLOCK * groups, problem.mask)
-    costs = tuple([-(-keys // BLOCK) * block + ends * DQ_ENDS_US for keys in seen])
-    return Tiles(costs, problem.batch * problem.heads_q, 1)
+    splits = config["DQ_SPLITS"]
+    costs = tuple([math.ceil(-(-keys // BLOCK) / splits) * block + ends * DQ_ENDS_US for keys in seen])
+    return Tiles(costs, problem.batch * problem.heads_q * splits, 1)
 
 
 def _slice_us(problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -107,7 +111,11 @@ def _slice_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     read = rows * problem.keys_seen * ITEMSIZE[problem.dtype]
     dq = split_backward_schedule.last(_dq_tiles(problem, config), gpu.sm_count)
-    return _main_us(problem, config, gpu) + max(dq, read / (gpu.hbm_gbs * 1e3 * DS_RATE))
+    made = _main_us(problem, config, gpu) + max(dq, read / (gpu.hbm_gbs * 1e3 * DS_RATE))
+    if config["DQ_SPLITS"] == 1:
+        return made
+    sums = split_backward_schedule.sum_bytes(problem, config["DQ_SPLITS"])
+    return made + split_backward_schedule.COMBINE_US + 2 * sums / (gpu.hbm_gbs * 1e3)
 
 
 def stored_us(problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -129,6 +137,15 @@ def configs(problem: Problem, row: Config) -> list[Config]:
     forms = [usual, *filter(None, [file.tile_after_tile(spec, usual)])]
     found = [{**one, "DQ_GROUPS": groups} for one in forms for groups in (3, 2)]
     return [one for one in found if kernel.space.broken(one, spec, arch) is None]
+
+
+def _splits(problem: Problem, config: Config, gpu: Gpu) -> list[int]:
+    """Parts of the keys that are worth an estimate."""
+    programs = problem.query_tiles(BLOCK * config["DQ_GROUPS"]) * problem.heads_q
+    most = stored_ds.most_splits(problem, config, gpu.arch)
+    counts = {min(most, turns * gpu.sm_count // programs) for turns in DQ_TURNS}
+    limit = split_backward_schedule.MOST_BYTES
+    return sorted({1} | {one for one in counts if one > 1 and split_backward_schedule.sum_bytes(problem, one) <= limit})
 
 
 def _in_best_band(part: Problem, config: Config, gpu: Gpu) -> Config:
@@ -153,11 +170,12 @@ def _best(problem: Problem, row: tuple[tuple[str, object], ...], gpu: Gpu) -> tu
         return None
     part = stored_ds.slices(problem, count)[0].of(problem)
     many = part.key_tiles(BLOCK) * part.heads_kv > gpu.sm_count  # else no program has another tile
-    found = [
+    banded = [
         _in_best_band(part, {**config, "SLICES": count}, gpu)
         for config in configs(problem, dict(row))
         if many or not config["PERSISTENT"]
     ]
+    found = [{**one, "DQ_SPLITS": splits} for one in banded for splits in _splits(problem, one, gpu)]
     return min(((stored_us(problem, config, gpu), config) for config in found), key=lambda one: one[0], default=None)
 
 
@@ -181,7 +199,7 @@ def config_of(
         problem, choices, parts.get(DKDV, 1), gpu, order, splits=parts.get(DQ, 1)
     )
     time, config = found
-    return config if time < (1 - (AT_A_TIME_MARGIN if order else MARGIN)) * otherwise else None
+    return config if time < (1 - MARGIN) * otherwise else None
 
 
 def all_kernels(problem: Problem, choice: Choice, arch: int) -> list[tuple[Variant, Config, Problem]]:
@@ -191,12 +209,16 @@ def all_kernels(problem: Problem, choice: Choice, arch: int) -> list[tuple[Varia
     if not fused_schedule.recorded(problem.mask) or problem.extent.ragged or not stored_ds.able(problem, arch):
         return []
     row = choice.of_row.config
-    return [one for config in configs(problem, row) for one in stored_ds.kernels(problem, config, arch)]
+    found = configs(problem, row)
+    if dq_parts.can_combine(problem, arch):
+        found += [{**one, "DQ_SPLITS": 2} for one in found]
+    return [one for config in found for one in stored_ds.kernels(problem, config, arch)]
 
 
 def about(problem: Problem, config: Config, arch: int) -> str:
     """In one sentence, what runs in place of a backward's kernels."""
     name = stored_ds.kernel(problem, arch).short_name
     said = f"bwd: {name} writes dS, of which dQ is made, which is expected to be faster and has no row"
-    count = config["SLICES"]
-    return f"{said}." if count == 1 else f"{said}: batch and key heads in {count} slices, one after the other."
+    if (count := config["SLICES"]) > 1:
+        return f"{said}: batch and key heads in {count} slices, one after the other."
+    return f"{said}." if config["DQ_SPLITS"] == 1 else f"{said}, in {config['DQ_SPLITS']} parts of the keys."
