@@ -20,8 +20,7 @@ import click
 import dense_forwards
 import early_stored
 import query_tiles
-import workloads
-from dense_backwards import posed
+import stored_tiles
 
 from fa2tune import gpus
 from fa2tune.calling import backward_plans, choosing
@@ -62,21 +61,11 @@ def plans(ours: Problem, gpu: Gpu, given: Mapping[str, Any]) -> Iterator[tuple[s
         yield name, stored_ds.StoredDsPlan(ours, **given, config=config)
 
 
-def line(name: str, call: Mapping[str, Any]) -> str:
-    problem, gpu = posed(call), gpus.named("h200")
-    made = candidates(problem, gpu)
-
-    def said(which: str) -> str:
-        us = stored_ds_schedule.stored_us(problem, made[which], gpu) if which in made else 0.0
-        return f"{which}: {call['us'][which]}" + (f" ({us:.1f})" if us else "")
-
-    return f"{name}: {workloads.described(problem)}: {'; '.join(map(said, call['us']))}"
-
-
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @dense_forwards.drawn_options
 def main(**given: Any) -> None:
     measure = partial(query_tiles.recorded, plans=plans)
+    line = partial(stored_tiles.line, asked=candidates)
     dense_forwards.time_drawn(partial(wanted, gpu=gpus.named("h200")), measure, line, **given)
 
 

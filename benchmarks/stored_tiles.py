@@ -11,7 +11,7 @@ by the estimate. --call: as benchmarks/query_tiles.py has it, whose measuring th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from typing import Any
@@ -88,9 +88,10 @@ def plans(ours: Problem, gpu: Gpu, given: Mapping[str, Any]) -> Iterator[tuple[s
         yield name, stored_ds.StoredDsPlan(ours, **given, config=config)
 
 
-def line(name: str, call: Mapping[str, Any]) -> str:
+def line(name: str, call: Mapping[str, Any], asked: Callable[[Problem, Gpu], Mapping[str, Config]] = candidates) -> str:
+    """Of a call in a file, with the estimates of what ``asked`` names."""
     problem, gpu = posed(call), gpus.named("h200")
-    made = candidates(problem, gpu)
+    made = asked(problem, gpu)
 
     def estimated(which: str) -> str:
         if which not in made:

@@ -112,7 +112,7 @@ def test_parts_are_bounded() -> None:
             problem = replace(FEW, batch=1, seqlen_q=queries, seqlen_k=65536, mask=mask)
             count = parts(problem)
             assert 1 < count <= bwd_dq_split.MOST_SPLITS
-            assert schedule._sum_bytes(problem, count) <= schedule.MOST_BYTES
+            assert schedule.sum_bytes(problem, count) <= schedule.MOST_BYTES
 
 
 def test_it_must_be_predicted_to_be_faster_by_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_the_page_has_the_recorded_times(tmp_path: Path) -> None:
 def test_memory_is_what_the_bound_counts() -> None:
     for problem in (FEW, FEWER, Problem("bf16", 1, 4, 4, 512, 32768, 192, 128, FULL)):
         ((sizes, dtype),) = dq_parts.workspaces(problem, 5).values()
-        assert dtype == "fp32" and 4 * math.prod(sizes) == schedule._sum_bytes(problem, 5)
+        assert dtype == "fp32" and 4 * math.prod(sizes) == schedule.sum_bytes(problem, 5)
     assert not dq_parts.workspaces(FEW, 1)
 
 
