@@ -307,7 +307,11 @@ def test_the_readme_has_the_counts_of_the_recorded_calls_of_models() -> None:
     assert f"Of {len(many)} [calls of models]" in README
     assert f"{ahead['fwd']} forward and {ahead['bwd']} backward" in README
     assert f"(geometric means {means['fwd']:.2f} and {means['bwd']:.2f})" in README
-    drawn = ratios_of(gzip.decompress((ROOT / "benchmarks/calls/random_calls_25.json.gz").read_bytes()))
+    both = [
+        ratios_of(gzip.decompress((ROOT / f"benchmarks/calls/random_calls_{number}.json.gz").read_bytes()))
+        for number in (26, 27)
+    ]
+    drawn = [[*one, *other] for one, other in zip(*both, strict=True)]
     packed = ratios_of((ROOT / "benchmarks/calls/random_packings_12.json").read_bytes())
     least = [f"level in {level(its)} of {len(its)}, least {min(its):.2f}" for its in drawn]
     ranges = [f"level in {level(its)} of {len(its)}, {min(its):.2f} to {max(its):.2f}" for its in packed]
