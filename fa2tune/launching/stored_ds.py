@@ -115,7 +115,7 @@ def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, 
 
 
 def workspaces(problem: Problem, config: Config, arch: int) -> Workspaces:
-    """Memory for delta, and for dS of the largest slice, which is the first."""
+    """Memory for delta, for dS of the largest slice, which is the first, and for the sums of dQ's parts."""
     largest = slices(problem, config["SLICES"])[0].of(problem)
     rows = problem.batch, problem.heads_q, problem.seqlen_q
     return {

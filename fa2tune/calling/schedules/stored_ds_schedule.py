@@ -1,5 +1,5 @@
-"""Whether a backward of head dims above 128 goes through dS in memory, with which form of dQ's kernel, and in how many slices:
-arithmetic on the host, no GPU.
+"""Whether a backward of head dims above 128 goes through dS in memory, with which form of dQ's kernel, in how many parts of the
+keys there, and in how many slices: arithmetic on the host, no GPU.
 
 Both kernels of ``launching/stored_ds.py`` take five products where the split ones take seven, and write and read dS, one kernel
 after the other. Tiles are given out as ``split_backward_schedule`` has it; to programs that take tile after tile as
